@@ -1,0 +1,50 @@
+"""Black-box autoregressive density estimation for state-space models (Ryder et al. 2018)."""
+
+from lib.data import Observations, data_path, read_csv
+from lib.diagnostics import Diagnostics
+from lib.kalman import (
+    FilterResult,
+    LinearGaussian,
+    forward_filter,
+    ou_transition,
+    simulate_linear_gaussian,
+)
+from lib.mh import MHResult, random_walk_mh
+from lib.posterior import Family, VariationalPosterior
+from lib.quadrature import QuadraturePosterior, ou_posterior
+from lib.result import Draws, FitResult, Forecast, load_fit
+from lib.sde import SDE, SIR, EulerMaruyama, OrnsteinUhlenbeck
+from lib.ssm import GaussianObservation, StateSpaceModel
+from lib.train import FitConfig, fit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SDE",
+    "SIR",
+    "Diagnostics",
+    "Draws",
+    "EulerMaruyama",
+    "Family",
+    "FilterResult",
+    "FitConfig",
+    "FitResult",
+    "Forecast",
+    "GaussianObservation",
+    "LinearGaussian",
+    "MHResult",
+    "Observations",
+    "OrnsteinUhlenbeck",
+    "QuadraturePosterior",
+    "StateSpaceModel",
+    "VariationalPosterior",
+    "data_path",
+    "fit",
+    "forward_filter",
+    "load_fit",
+    "ou_posterior",
+    "ou_transition",
+    "random_walk_mh",
+    "read_csv",
+    "simulate_linear_gaussian",
+]

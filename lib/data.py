@@ -1,0 +1,255 @@
+"""Observations y on the grid t_i = t_0 + i·dt: the only reader of users' files (eq. 7)."""
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+TIME_TOLERANCE = 1e-6  # in units of dt
+MAX_STEPS = 10**8  # a longer path fits into no machine: a slip in the unit of dt
+
+
+class Grid(NamedTuple):
+    """What the model sees: dense times and observations, with a mask instead of NaN."""
+
+    t: Float[Tensor, " time"]
+    y: Float[Tensor, "time observed"]  # 0 where missing
+    observed: Float[Tensor, "time observed"]  # 1 where present, 0 where missing
+    dt: float
+
+
+class Observations:
+    """Noisy readings at some of the times t_0 + i·dt; NaN marks a missing reading.
+
+    Nothing is rounded or dropped: a time must lie on the grid (within 1e-6·dt, or within the
+    rounding of the number type it came in). The series runs to the last row, blank or not.
+
+    Args:
+        times: M increasing times.
+        y: Readings (M,) or (M, observed components).
+        dt: Grid step, in the unit of the times.
+        t0: Time of x_0.
+        names: Names of the observed components; y0, y1, … if left out.
+
+    >>> Observations([0.1, 0.3], [19.5, 19.2], dt=0.1).grid().y.shape
+    torch.Size([4, 1])
+    """
+
+    def __init__(
+        self,
+        times: object,
+        y: object,
+        dt: float | int,
+        t0: float | int = 0.0,
+        names: Sequence[str] = (),
+    ) -> None:
+        _check_step(dt, t0)
+        raw_times, raw_y = _as_array(times, "times"), _as_array(y, "y")
+        raw_y = raw_y[:, None] if raw_y.ndim == 1 else raw_y
+        _check_shapes(raw_times, raw_y, names)
+        rows = [f"{t:.12g} in row {i + 1}" for i, t in enumerate(raw_times)]
+        self.index: Int[Tensor, " rows"] = torch.tensor(_grid_index(raw_times, dt, t0, rows))
+        _check_readings(raw_y)
+        self.times: Float[Tensor, " rows"] = torch.tensor(raw_times, dtype=torch.float64)
+        self.y: Float[Tensor, "rows observed"] = torch.tensor(raw_y, dtype=torch.float64)
+        self.dt, self.t0 = float(dt), float(t0)
+        self.names = tuple(names) or tuple(f"y{j}" for j in range(raw_y.shape[1]))
+
+    @property
+    def num_steps(self) -> int:
+        """Number N of grid steps, up to the last row."""
+        return int(self.index[-1])
+
+    def grid(
+        self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
+    ) -> Grid:
+        """The readings on the dense grid i = 0..N."""
+        present = ~self.y.isnan()
+        y = torch.zeros(self.num_steps + 1, self.y.shape[1], dtype=torch.float64)
+        observed = torch.zeros_like(y)
+        y[self.index] = torch.where(present, self.y, 0.0)
+        observed[self.index] = present.to(y.dtype)
+        t = self.t0 + self.dt * torch.arange(self.num_steps + 1, dtype=torch.float64)
+        t, y, observed = (part.to(device=device, dtype=dtype) for part in (t, y, observed))
+        return Grid(t, y, observed, self.dt)
+
+
+def read_csv(
+    path: str | Path,
+    dt: float | int,
+    time: str = "t",
+    observed: Sequence[str] = ("y",),
+    t0: float | int = 0.0,
+) -> Observations:
+    """Observations from the named columns of a comma-separated file; a blank cell is missing.
+
+    Args:
+        path: File with one header line; columns that are not named are ignored.
+        dt: Grid step, in the unit of the time column.
+        time: Name of the time column.
+        observed: Names of the columns with readings.
+        t0: Time of x_0.
+
+    Raises:
+        ValueError: With the row (counted from 1 below the header), the line of the file and the
+            text found there, if a cell or a time is not acceptable.
+    """
+    _check_step(dt, t0)
+    if isinstance(observed, str):
+        raise TypeError(f"observed must be a list of names; got '{observed}', one string.")
+    if not observed or len(set(observed)) < len(observed):
+        raise ValueError(f"observed must name each column once; got {list(observed)}.")
+    times, y, rows = [], [], []
+    for place, time_text, *texts in _named_cells(Path(path), [time, *observed]):
+        times.append(_number(time_text, time, place, blank=None))
+        y.append([_number(s, name, place) for s, name in zip(texts, observed, strict=True)])
+        rows.append(f"'{time_text}' in {place}")
+    if not times:
+        raise ValueError(f"a data file must have at least one row; got none in {path}.")
+    _grid_index(np.array(times), dt, t0, rows)
+    return Observations(times, y, dt, t0, names=tuple(observed))
+
+
+def data_path(name: str) -> Path:
+    """Path of a file in the repository's data folder, from any working directory."""
+    folder = Path(__file__).resolve().parents[1] / "data"
+    if not (folder / name).is_file():
+        found = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+        raise FileNotFoundError(f"no file '{name}' in {folder}; there are: {', '.join(found)}.")
+    return folder / name
+
+
+def _named_cells(path: Path, names: list[str]) -> Iterator[list[str]]:
+    """Place of every data row, then its cells in the named columns."""
+    records = _records(path)
+    _, header = next(records, (0, []))
+    columns = [_column(name, header, path) for name in names]
+    for row, (line, cells) in enumerate(records, start=1):
+        place = f"data row {row} (line {line} of {path.name})"
+        if len(cells) != len(header):
+            raise ValueError(
+                f"every row must have {len(header)} cells, as the header has; got {len(cells)} in "
+                f"{place}: '{','.join(cells)}'."
+            )
+        yield [place, *(cells[column] for column in columns)]
+
+
+def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line number, stripped cells) of every line that is not empty."""
+    # utf-8-sig drops the byte-order mark that spreadsheets put before the first name.
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        try:
+            for cells in reader:
+                if cells and (len(cells) > 1 or cells[0].strip()):
+                    yield reader.line_num, [cell.strip() for cell in cells]
+        except (UnicodeDecodeError, csv.Error) as err:
+            raise ValueError(
+                f"{path} must be comma-separated UTF-8 text; got {err} after line "
+                f"{reader.line_num}. Save it as CSV (UTF-8)."
+            ) from err
+
+
+def _column(name: str, header: list[str], path: Path) -> int:
+    if header.count(name) == 1:
+        return header.index(name)
+    if name in header:
+        raise ValueError(f"column '{name}' must occur once in {path}; got {header.count(name)}.")
+    hint = " Is it separated by something else than commas?" if len(header) == 1 else ""
+    found = ", ".join(f"'{column}'" for column in header) or "no header line"
+    raise ValueError(f"column '{name}' must be in the header of {path}; got {found}.{hint}")
+
+
+def _number(text: str, column: str, place: str, blank: float | None = math.nan) -> float:
+    """The number in a cell; ``blank`` stands for an empty one, None refuses it."""
+    if not text:
+        if blank is None:
+            raise ValueError(f"column '{column}' must give a time in every row; got '' in {place}.")
+        return blank
+    try:
+        value = float("nan" if "_" in text else text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise ValueError(
+            f"column '{column}' must hold numbers, with a decimal point; got '{text}' in {place}. "
+            "Leave the cell blank for a missing value."
+        )
+    if math.isinf(value):
+        raise ValueError(f"column '{column}' must be finite; got '{text}' in {place}.")
+    return value
+
+
+def _check_step(dt: float | int, t0: float | int) -> None:
+    if not (math.isfinite(dt) and dt > 0):
+        raise ValueError(f"dt must be positive and finite; got {dt}. It is the grid step.")
+    if not math.isfinite(t0):
+        raise ValueError(f"t0 must be finite; got {t0}. It is the time of x_0.")
+
+
+def _as_array(values: object, name: str) -> np.ndarray:
+    """Float array, of single precision only if it came so."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind in "mM":
+            raise TypeError("dates; count them from a day of your choice")
+        return array if array.dtype == np.float32 else array.astype(np.float64)
+    except (TypeError, ValueError) as err:
+        raise ValueError(f"{name} must be numbers, NaN where missing; got {err}.") from err
+
+
+def _check_shapes(times: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:
+    if times.ndim != 1 or y.ndim != 2 or len(times) != len(y) or y.shape[1] == 0:
+        raise ValueError(
+            "times must be (M,) and y (M,) or (M, observed components) with the same M; got "
+            f"{times.shape} and {y.shape}."
+        )
+    if len(times) == 0:
+        raise ValueError("observations must have at least one row; got none.")
+    if names and len(names) != y.shape[1]:
+        raise ValueError(f"names must have one entry a column of y, {y.shape[1]}; got {names}.")
+
+
+def _check_readings(y: np.ndarray) -> None:
+    for i, j in np.argwhere(np.isinf(y)):
+        raise ValueError(f"y must be finite, or NaN where missing; got {y[i, j]} in row {i + 1}.")
+    if np.isnan(y).all():
+        raise ValueError("y must hold at least one value; got only missing ones.")
+
+
+def _grid_index(
+    times: np.ndarray, dt: float | int, t0: float | int, rows: list[str]
+) -> list[int]:
+    """Index i of every time t_0 + i·dt; refuses any other time, and any order but increasing."""
+    rule = f"times must lie on the grid t0 + i*dt (t0 = {t0:.12g}, dt = {dt:.12g})"
+    resolution = 4 * np.finfo(times.dtype).eps
+    index: list[int] = []
+    for t, row in zip(times.astype(np.float64), rows, strict=True):
+        # A number type that cannot hold the grid time any better is not the user's slip.
+        tolerance = max(TIME_TOLERANCE * dt, min(resolution * abs(t), 1e-3 * dt))
+        if not math.isfinite(t):
+            raise ValueError(f"times must be finite; got {row}.")
+        if t < t0 - tolerance:
+            raise ValueError(f"{rule} with i >= 0; got {row}, which is before t0.")
+        if t > t0 + MAX_STEPS * dt:
+            raise ValueError(f"{rule} with i <= {MAX_STEPS}; got {row}. Is dt in another unit?")
+        i = round((t - t0) / dt)
+        if abs(t - (t0 + i * dt)) > tolerance:
+            below = t0 + math.floor((t - t0) / dt) * dt
+            near = f"The nearest grid times are {below:.12g} and {below + dt:.12g}."
+            raise ValueError(f"{rule}; got {row}. {near}")
+        if index and i <= index[-1]:
+            fault = "repeats the time of" if i == index[-1] else "comes before"
+            raise ValueError(f"times must increase; got {row}, which {fault} the row above it.")
+        index.append(i)
+    if index[-1] == 0:
+        raise ValueError(f"the last time must be after t0 = {t0:.12g}; got {rows[-1]} only.")
+    return index

@@ -1,0 +1,168 @@
+"""Figures of the study and of any fit; the only importer of matplotlib and seaborn."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import seaborn as sns
+import torch
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+COLUMN = 3.5  # inches, one column of a journal page
+BAND_LEVELS = (0.025, 0.5, 0.975)
+INK, TRUTH = "#222222", "#d55e00"
+PALETTE = sns.color_palette("colorblind")
+LINES = ("-", "--", ":", "-.")
+
+
+def set_style() -> None:
+    """Fonts and lines that stay readable at column width; colour-blind safe palette."""
+    sns.set_theme(context="paper", style="ticks", palette=PALETTE, font_scale=0.95)
+    plt.rcParams |= {"figure.dpi": 110, "savefig.dpi": 200, "legend.frameon": False}
+
+
+def smoothing(
+    t: Float[Tensor, " time"],
+    x: Float[Tensor, "mc time state"],
+    labels: Sequence[str],
+    *,
+    time_label: str,
+    points: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    truth: tuple[Tensor, Tensor] | None = None,
+    num_paths: int = 50,
+) -> Figure:
+    """Smoothing draws of each component with the 95 % band (Figure 1 of the paper, left).
+
+    Args:
+        t: Grid times.
+        x: Draws of the path.
+        labels: Axis label, with unit, of each component.
+        time_label: Axis label, with unit, of time.
+        points: Component → (times, values) of its observations.
+        truth: (times, values) of the first component's true path, if it is known.
+        num_paths: Paths drawn as lines; the band uses all.
+    """
+    figure, axes = _row(x.shape[-1], height=2.5)
+    for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
+        band(axis, t, x[..., j], PALETTE[0], "95 % of q")
+        axis.plot(t, x[:num_paths, :, j].T, color=PALETTE[0], lw=0.4, alpha=0.4)
+        axis.plot([], [], color=PALETTE[0], lw=1, label=f"{num_paths} draws of q")
+        if truth is not None and j == 0:
+            axis.plot(*truth, color=TRUTH, lw=1.2, label="true path")
+        if points and j in points:
+            axis.plot(*points[j], ".", color=INK, ms=3.5, label="observations")
+        axis.set(xlabel=time_label, ylabel=label)
+        axis.legend(fontsize="x-small", handlelength=1.5)
+    return _finish(figure)
+
+
+def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: tuple, label: str) -> None:
+    """Shade the central 95 % of draws at each time."""
+    low, _, high = np.quantile(x.numpy(), BAND_LEVELS, axis=0)
+    axis.fill_between(t, low, high, color=color, alpha=0.25, lw=0, label=label)
+
+
+def marginals(
+    draws: Mapping[str, Float[Tensor, "mc theta"]],
+    labels: Sequence[str],
+    *,
+    curves: Mapping[str, Sequence[tuple[Tensor, Tensor]]] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    truth: Sequence[float] | None = None,
+) -> Figure:
+    """Marginal densities of the parameters, one panel each (Figure 1 of the paper, right).
+
+    Args:
+        draws: Name → draws; drawn as kernel density estimates.
+        labels: Axis label of each parameter.
+        curves: Name → one (points, density) pair for each parameter, e.g. of an exact posterior.
+        weights: Name → importance weights of its draws.
+        truth: Values the data were simulated with.
+    """
+    figure, axes = _row(len(labels), height=2.4)
+    for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
+        for k, (name, curve) in enumerate((curves or {}).items()):
+            axis.plot(*curve[j], color=INK, lw=1.4, ls=LINES[k], label=name)
+        for k, (name, values) in enumerate(draws.items()):
+            style = {"color": PALETTE[k], "ls": LINES[k % len(LINES)], "lw": 1.4, "label": name}
+            w = None if weights is None else weights.get(name)
+            sns.kdeplot(x=values[:, j].numpy(), weights=w, ax=axis, cut=0, **style)
+        if truth is not None:
+            axis.axvline(truth[j], color=TRUTH, lw=1, ls=":", label="true value")
+        axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
+    axes[0].legend(fontsize="x-small", handlelength=1.8)
+    sns.despine(figure)
+    return _finish(figure)
+
+
+def elbo_trace(
+    elbo: np.ndarray, seconds: np.ndarray, log_evidence: float | None = None, window: int = 50
+) -> Figure:
+    """ELBO against step, smoothed over ``window`` steps, with the evidence it cannot exceed."""
+    figure, axes = _row(1, height=2.4)
+    axis, step = axes[0], np.arange(1, len(elbo) + 1)
+    usable = elbo[np.isfinite(elbo)]
+    axis.plot(step, elbo, color=PALETTE[0], lw=0.3, alpha=0.4)
+    if len(elbo) > window:
+        smooth = np.convolve(elbo, np.ones(window) / window, "valid")
+        axis.plot(step[window - 1 :], smooth, color=PALETTE[0], lw=1.3, label="ELBO")
+    if log_evidence is not None:
+        axis.axhline(log_evidence, color=INK, lw=1, ls="--", label="log evidence")
+    top = usable.max() if log_evidence is None else max(usable.max(), log_evidence)
+    axis.set_ylim(np.quantile(usable, 0.1) - 5, top + 2)
+    axis.set(xlabel=f"step ({seconds[-1]:.0f} s in all)", ylabel="ELBO (nats)")
+    axis.legend(fontsize="x-small")
+    sns.despine(figure)
+    return _finish(figure)
+
+
+def compare_bands(
+    t: Sequence[float],
+    ours: Sequence[Float[Tensor, "levels time"]],
+    reference: Sequence[Float[Tensor, "levels time"]],
+    labels: Sequence[str],
+    *,
+    time_label: str,
+    names: tuple[str, str] = ("q", "reference"),
+) -> Figure:
+    """Medians and 95 % intervals of q beside a reference's, one panel a component."""
+    figure, axes = _row(len(labels), height=2.5)
+    place = np.asarray(t, dtype=float)
+    width = 0.12 * np.min(np.diff(place))
+    for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
+        for side, (name, value) in zip((-1, 1), zip(names, (ours, reference), strict=True)):
+            low, middle, high = value[j].numpy()
+            color, mark = (PALETTE[0], "o") if side < 0 else (INK, "s")
+            axis.errorbar(
+                place + side * width,
+                middle,
+                yerr=(middle - low, high - middle),
+                fmt=mark,
+                ms=2.5,
+                lw=1,
+                color=color,
+                label=f"{name}: median, 95 %",
+            )
+        axis.set(xlabel=time_label, ylabel=label)
+        axis.legend(fontsize="x-small")
+    sns.despine(figure)
+    return _finish(figure)
+
+
+def _row(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    width = COLUMN * (1.25 if panels == 1 else min(panels, 3) * 0.72)
+    figure, axes = plt.subplots(1, panels, figsize=(width, height), squeeze=False)
+    return figure, axes[0]
+
+
+def _finish(figure: Figure) -> Figure:
+    figure.tight_layout()
+    return figure
+
+
+def quantiles(x: Float[Tensor, "mc time"], levels: Sequence[float] = BAND_LEVELS) -> Tensor:
+    """Quantiles over the draws, one row for each level."""
+    return torch.as_tensor(np.quantile(x.numpy(), levels, axis=0))

@@ -1,0 +1,162 @@
+"""Where a fit starts: least squares of the drift-only path, from many prior draws."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.data import Grid
+from lib.features import interpolate, steps_since
+from lib.ssm import StateSpaceModel
+
+NUM_DRAWS = 2000
+NUM_REFINED = 16
+NUM_ITERATIONS = 30
+RESIDUAL_SHARE = 0.1
+SMALLEST_SHARE = 1e-3
+
+
+class Start(NamedTuple):
+    """Centre and spread of q at the start of training; path includes x_0."""
+
+    vartheta: Float[Tensor, " theta"]
+    vartheta_sd: Float[Tensor, " theta"]
+    path: Float[Tensor, "time state"]
+    path_sd: Float[Tensor, "time state"]
+
+
+def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
+    """Fit the drift ODE to the data by Levenberg-Marquardt from the best of many prior draws.
+
+    Parameters that do not move the drift stay at the prior's median. Draws whose path explodes are
+    dropped; if all do, the start is the prior's median.
+
+    Args:
+        model: In float64 on the CPU.
+        grid: The data, likewise.
+        seed: Of the prior draws.
+    """
+    draws, x0 = model.sample_prior(NUM_DRAWS, seed), model.sample_x0(NUM_DRAWS, seed)
+    low, median, high = torch.quantile(
+        draws, torch.tensor([0.16, 0.5, 0.84], dtype=draws.dtype), dim=0
+    )
+    spread = 0.5 * (high - low)
+    x0 = x0.median(0).values
+    residuals = _Residuals(model, grid, x0, median, spread)
+    candidates = torch.cat([draws, median[None]])
+    cost = residuals(candidates).square().sum(-1).nan_to_num(torch.inf)
+    best = candidates[cost.argsort()[:NUM_REFINED]]
+    vartheta = _least_squares(residuals, best)
+    path = residuals.path(vartheta[None])[0]
+    vartheta = _noise_scale(model, grid, vartheta, path)
+    path = _through_data(model, grid, path)
+    return Start(vartheta, 0.1 * spread, path, _path_sd(model, grid, vartheta, path))
+
+
+class _Residuals:
+    """Scaled residuals (data, prior) of the drift-only path as a function of ϑ (batch, d)."""
+
+    def __init__(
+        self, model: StateSpaceModel, grid: Grid, x0: Tensor, median: Tensor, spread: Tensor
+    ) -> None:
+        self.model, self.grid, self.x0 = model, grid, x0
+        self.median, self.spread = median, spread
+        count = grid.observed.sum(0).clamp(min=1.0)
+        mean = grid.y.sum(0) / count
+        sd = (((grid.y - mean) * grid.observed).square().sum(0) / count).sqrt()
+        self.scale = RESIDUAL_SHARE * torch.where(sd > 0, sd, torch.ones_like(sd))
+
+    def path(self, vartheta: Tensor) -> Tensor:
+        """Euler steps of the drift alone, (batch, N+1, p)."""
+        theta, sde, grid = self.model.to_theta(vartheta), self.model.sde, self.grid
+        x = self.x0.expand(len(vartheta), -1)
+        steps = [x]
+        for t in grid.t[:-1]:
+            x = x + sde.drift(*sde.aligned(t.expand(1), x, theta)) * grid.dt
+            steps.append(x)
+        return torch.stack(steps, 1)
+
+    def __call__(self, vartheta: Tensor) -> Tensor:
+        fitted = self.model.observation.mean(self.path(vartheta))
+        misfit = (self.grid.y - fitted) * self.grid.observed / self.scale
+        # 0 * inf where nothing is observed must not spoil a path that is finite where it matters.
+        misfit = torch.where(self.grid.observed > 0, misfit, torch.zeros_like(misfit))
+        return torch.cat([misfit.flatten(1), (vartheta - self.median) / self.spread], -1)
+
+
+def _least_squares(residuals: _Residuals, vartheta: Tensor) -> Tensor:
+    """Levenberg-Marquardt on a batch of starts, Jacobian by differences; the best end."""
+    batch, d = vartheta.shape
+    damping = torch.full((batch, 1), 1e-2, dtype=vartheta.dtype)
+    r = residuals(vartheta)
+    cost = r.square().sum(-1).nan_to_num(torch.inf)
+    step = 1e-5
+    for _ in range(NUM_ITERATIONS):
+        moved = vartheta[:, None] + step * torch.eye(d, dtype=vartheta.dtype)
+        jacobian = (residuals(moved.flatten(0, 1)).unflatten(0, (batch, d)) - r[:, None]) / step
+        jacobian = jacobian.nan_to_num(0.0, 0.0, 0.0)
+        normal = jacobian @ jacobian.mT
+        normal = normal + torch.diag_embed(damping * normal.diagonal(dim1=-2, dim2=-1) + 1e-9)
+        gradient = jacobian @ r.nan_to_num(0.0, 0.0, 0.0)[..., None]
+        proposal = vartheta - torch.linalg.solve(normal, gradient)[..., 0]
+        r_new = residuals(proposal)
+        cost_new = r_new.square().sum(-1).nan_to_num(torch.inf)
+        better = cost_new < cost
+        vartheta = torch.where(better[:, None], proposal, vartheta)
+        r, cost = torch.where(better[:, None], r_new, r), torch.where(better, cost_new, cost)
+        damping = torch.where(better[:, None], damping / 3, damping * 4)
+    return vartheta[cost.argmin()]
+
+
+def _noise_scale(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> Tensor:
+    """Set each unknown σ to the root mean square of what the drift-only path leaves unexplained."""
+    residual = (grid.y - model.observation.mean(path)) * grid.observed
+    square, count = residual.square().sum(0), grid.observed.sum(0)
+    vartheta, entries = vartheta.clone(), model.observation.sigma
+    for name in model.observation.theta_names:
+        columns = [j for j in range(len(count)) if entries[min(j, len(entries) - 1)] == name]
+        rms = (square[columns].sum() / count[columns].sum()).sqrt()
+        if rms.isfinite() and rms > 0:
+            vartheta[model.theta_names.index(name)] = rms.log()
+    return vartheta
+
+
+def _through_data(model: StateSpaceModel, grid: Grid, path: Tensor) -> Tensor:
+    """Replace each component that is observed on its own by the interpolated data."""
+    path = path.clone()
+    anchored, values = grid.observed.clone(), grid.y.clone()
+    F = model.observation.F
+    for column in range(F.shape[1]):
+        rows = F[:, column].nonzero()[:, 0]
+        if len(rows) != 1 or not grid.observed[:, column].any():
+            continue
+        state, factor = rows[0], F[rows[0], column]
+        if model.x0_fixed[state] and not anchored[0, column]:
+            anchored[0, column], values[0, column] = 1.0, factor * model.x0_value[state]
+        line = interpolate(values[:, [column]], anchored[:, [column]])[:, 0]
+        path[:, state] = line / factor
+    return _admissible(model, path)
+
+
+def _admissible(model: StateSpaceModel, path: Tensor) -> Tensor:
+    """Lift positive components to a small share of their largest value; fill what exploded."""
+    path = torch.where(path.isfinite(), path, model.x0_value)
+    lowest = SMALLEST_SHARE * path.abs().amax(0).clamp(min=1e-6)
+    positive = torch.tensor(model.positive_states)
+    return torch.where(positive & (path < lowest), lowest, path)
+
+
+def _path_sd(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> Tensor:
+    """Spread of a diffusion since the nearest observation: sqrt(β_jj · (gap + dt))."""
+    theta = model.to_theta(vartheta)
+    beta = model.sde.diffusion(*model.sde.aligned(grid.t[:, None], path, theta))
+    gap = torch.minimum(steps_since(grid.observed), steps_since(grid.observed.flip(0)).flip(0))
+    gap = gap.amin(-1, keepdim=True).clamp(max=0.1 * len(path)) + 1
+    variance = beta.diagonal(dim1=-2, dim2=-1) * gap * grid.dt
+    largest = path.abs().amax(0) + path.std(0)
+    sd = variance.sqrt().nan_to_num(0.0, 0.0, 0.0)
+    floor = 1e-3 * largest.clamp(min=1e-6)
+    sd = torch.maximum(torch.minimum(sd, 0.3 * largest), floor)
+    positive = torch.tensor(model.positive_states)
+    return torch.where(positive, torch.minimum(sd, 0.5 * path), sd)

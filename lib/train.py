@@ -1,0 +1,245 @@
+"""Stochastic optimisation of the ELBO (algorithm 1): the only file that knows devices and threads."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lib.data import Grid, Observations
+from lib.elbo import Elbo, elbo
+from lib.posterior import Family, Noise, VariationalPosterior
+from lib.result import FitResult, History
+from lib.ssm import StateSpaceModel
+from lib.start import find_start
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+WARM_UP_SHARE = 0.05
+TEMPERING_SHARE = 0.5
+BETAS = (0.9, 0.99)
+CLIP_NORM = 10.0
+MAX_SKIPPED = 50
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How to fit. The defaults are the `study` preset; ``FitConfig.paper()`` the paper's.
+
+    Attributes:
+        dtype: ``"float32"`` or ``"float64"``, of the training alone: draws are always float64.
+        threads: CPU threads.
+        num_steps: Optimiser steps; the run is exactly that long, because the decay needs it.
+        num_samples: Monte Carlo draws n of each step.
+        learning_rate: Peak of Adam's learning rate, reached after a warm-up, then cosine decay.
+        tempering: Initial α on log q(ϑ), falling linearly to 1 at half of the run; 1 is none.
+        log_every: Steps between two looks at the ELBO.
+        family: Options of the variational family.
+    """
+
+    dtype: str = "float32"
+    threads: int = 1
+    num_steps: int = 3000
+    num_samples: int = 20
+    learning_rate: float = 1e-2
+    tempering: float = 1.0
+    log_every: int = 50
+    family: Family = field(default_factory=Family)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {tuple(DTYPES)}; got {self.dtype!r}.")
+        for name in ("threads", "num_steps", "num_samples", "log_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
+        if not self.tempering >= 1:
+            raise ValueError(f"tempering must be 1 (none) or more; got {self.tempering}.")
+
+    @classmethod
+    def paper(cls, unit: float = 1.0, **changes: object) -> "FitConfig":
+        """The paper's preset; learning rate and α schedule are ours, the paper gives none."""
+        return cls(
+            **{"learning_rate": 5e-3, "tempering": 10.0, "family": Family.paper(unit), **changes}
+        )
+
+
+def fit(
+    model: StateSpaceModel,
+    observations: Observations,
+    config: FitConfig | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    progress: bool = True,
+) -> FitResult:
+    """Fit q(ϑ, x) to the posterior of a state-space model.
+
+    Args:
+        model: The model.
+        observations: The data.
+        config: Defaults to ``FitConfig()``.
+        seed: Of the start, the weights and the noise. The global generator is left untouched.
+        device: ``"auto"`` (a GPU where there is one), ``"cpu"`` or ``"cuda"``.
+        progress: Show a bar with step, ELBO and time left.
+
+    Raises:
+        ValueError: Data and model disagree in size, or the device is not there.
+    """
+    config = config or FitConfig()
+    device = choose_device(device)
+    if observations.y.shape[1] != model.num_observed:
+        raise ValueError(
+            f"F has {model.num_observed} columns, so the data need as many observed columns; "
+            f"got {observations.y.shape[1]}."
+        )
+    with _threads(config.threads):
+        clock = time.perf_counter()
+        grid = observations.grid()
+        start = find_start(model, grid, seed)
+        q = VariationalPosterior(model, grid, config.family, start, seed)
+        dtype = DTYPES[config.dtype]
+        run = _Run(model.to(dtype, device), q.to(device, dtype), observations.grid(dtype, device))
+        history, stopped = run.train(config, seed, progress, clock)
+    converged, reason = (False, stopped) if stopped else judge(history.elbo)
+    q.requires_grad_(False)
+    return FitResult(
+        model, observations, q.cpu(), config.family, history, converged, reason, seed, device
+    )
+
+
+def choose_device(device: str) -> str:
+    """Resolve ``"auto"``; refuse what is not there."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda'; got {device!r}.")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ValueError("device 'cuda' was asked for, but no CUDA GPU is available. Use 'cpu'.")
+    return "cuda" if available and device != "cpu" else "cpu"
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Train with this many threads and without denormals, then put the process back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_flush_denormal(False)
+
+
+@dataclass
+class _Run:
+    """One optimisation; the weights of q change in place."""
+
+    model: StateSpaceModel
+    q: VariationalPosterior
+    grid: Grid
+
+    def train(
+        self, config: FitConfig, seed: int, progress: bool, clock: float
+    ) -> tuple[History, str]:
+        """Take ``num_steps`` steps; returns the history and, if it had to stop, why."""
+        parameters = [w for w in self.q.parameters() if w.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=0.0, betas=BETAS, fused=True)
+        step = make_step(lambda noise, alpha: self.loss(noise, alpha), parameters, optimizer)
+        device = self.grid.y.device
+        generator = torch.Generator(device).manual_seed(seed)
+        trace = torch.full((config.num_steps,), torch.nan, device=device)
+        seconds, streak, stopped = np.zeros(config.num_steps), torch.zeros((), device=device), ""
+        bar = tqdm(total=config.num_steps, disable=not progress, desc="fit", unit="step")
+        with bar:
+            for i in range(config.num_steps):
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate * schedule(i / config.num_steps)
+                noise = self.q.draw_noise(config.num_samples, generator)
+                alpha = temper(config.tempering, i / config.num_steps)
+                trace[i], skipped = step(noise, alpha)
+                streak = (streak + 1) * skipped
+                seconds[i] = time.perf_counter() - clock
+                if (i + 1) % config.log_every == 0 or i + 1 == config.num_steps:
+                    bar.update(i + 1 - bar.n)
+                    bar.set_postfix_str(f"ELBO {float(trace[max(0, i - 49) : i + 1].mean()):.2f}")
+                    if streak >= MAX_SKIPPED:
+                        stopped = self.broken_term(noise, i + 1)
+                        break
+        n = i + 1
+        return History(np.arange(1, n + 1), trace[:n].double().cpu().numpy(), seconds[:n]), stopped
+
+    def loss(self, noise: Noise, alpha: float) -> tuple[Tensor, Tensor]:
+        """Minus the tempered ELBO, to be minimised, and the ELBO with α = 1, to be reported."""
+        bound = elbo(self.model, self.q, self.grid, noise, alpha)
+        return -bound.value, bound.value.detach() + (alpha - 1) * bound.log_q_theta.mean().detach()
+
+    @torch.no_grad()
+    def broken_term(self, noise: Noise, step: int) -> str:
+        """Which term of the ELBO is not finite, as a sentence."""
+        bound: Elbo = elbo(self.model, self.q, self.grid, noise)
+        bad = [name for name, term in bound._asdict().items() if not term.isfinite().all()]
+        bad = [name for name in bad if name != "value"] or ["the gradient alone"]
+        return (
+            f"stopped at step {step}: {MAX_SKIPPED} steps in a row had a non-finite gradient; "
+            f"not finite: {', '.join(bad)}"
+        )
+
+
+def make_step(
+    loss: Callable[[Noise, float], tuple[Tensor, Tensor]],
+    parameters: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[Noise, float], tuple[Tensor, Tensor]]:
+    """One step as a function of (noise, α): gradient, clipping, update; no sync with the device.
+
+    Returns the reported ELBO and 1.0 if the gradient was not finite, when nothing is updated.
+    """
+
+    def step(noise: Noise, alpha: float) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        value, reported = loss(noise, alpha)
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        # The hook that gradient scalers use: the fused update does nothing where this is 1.
+        optimizer.found_inf = (~norm.isfinite()).float()
+        optimizer.step()
+        return reported, optimizer.found_inf
+
+    return step
+
+
+def schedule(share: float) -> float:
+    """Linear warm-up, then cosine decay to 0, as a share of the peak learning rate."""
+    if share < WARM_UP_SHARE:
+        return (share + 1e-3) / (WARM_UP_SHARE + 1e-3)
+    return 0.5 * (1 + np.cos(np.pi * (share - WARM_UP_SHARE) / (1 - WARM_UP_SHARE)))
+
+
+def temper(initial: float, share: float) -> float:
+    """α at a share of the run: linear from ``initial`` to exactly 1 at half of it."""
+    return max(1.0, initial + (1.0 - initial) * share / TEMPERING_SHARE)
+
+
+def judge(trace: np.ndarray) -> tuple[bool, str]:
+    """Converged: over the last fifth no step was skipped and the ELBO's slope is within 2 SE of 0."""
+    last = trace[-max(10, len(trace) // 5) :]
+    skipped = int((~np.isfinite(last)).sum())
+    if skipped:
+        return False, f"not converged: {skipped} steps of the last fifth were skipped"
+    if len(last) < 10:
+        return False, f"not converged: {len(trace)} steps are too few to judge"
+    x = np.arange(len(last)) - (len(last) - 1) / 2
+    slope = (x @ last) / (x @ x)
+    residual = last - last.mean() - slope * x
+    error = np.sqrt(residual @ residual / (len(last) - 2) / (x @ x))
+    if abs(slope) > 2 * error:
+        return False, (
+            f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
+            f"over the last fifth, {abs(slope) / error:.1f} standard errors"
+        )
+    return True, "converged: the ELBO is flat over the last fifth of the run"

@@ -1,0 +1,109 @@
+"""What a full run leaves beside its figures: where each came from, and what it depended on."""
+
+import csv
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parameters import read_cells
+
+MANIFEST, STATE = "results/manifest.csv", "results/.state.json"
+
+
+class Origin(NamedTuple):
+    """One row of the manifest: a figure, its notebook, and the commit and device that made it."""
+
+    figure: str
+    notebook: str
+    commit: str
+    device: str
+    seconds: str
+
+
+def fingerprint(root: Path, stem: str, device: str) -> str:
+    """SHA-256 of the notebook's cells (not outputs), its values, lib, data and the device."""
+    sources = [(cell["cell_type"], "".join(cell["source"])) for cell in read_cells(root, stem)]
+    digest = hashlib.sha256(json.dumps([sources, device]).encode())
+    files = [*(root / "lib").rglob("*.py"), *(root / "data").rglob("*")]
+    for path in sorted(p for p in [root / f"params/{stem}.yaml", *files] if p.is_file()):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def describe_device(device: str) -> str:
+    """The card's name, or the processor's."""
+    if device == "cuda":
+        import torch  # here: the options are judged without it
+
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]}, {os.cpu_count()} cores" if models else platform.machine()
+
+
+def describe_commit(root: Path) -> str:
+    """Short commit, with + where what a result depends on differs from it; else 'unknown'."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not (root / ".git").exists():  # an unpacked archive inside somebody else's repository
+            return "unknown"
+        changed = git("status", "--porcelain", "--", "lib", "notebooks", "params", "data")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def read_state(root: Path) -> dict[str, dict]:
+    """Hash and files of each notebook's last full run; empty when the file is absent or broken."""
+    try:
+        return json.loads((root / STATE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def write_state(root: Path, state: dict[str, dict]) -> None:
+    """Replaces the state in one move, so that a kill leaves the old one or the new one."""
+    new = root / f"{STATE}.new"
+    new.write_text(json.dumps(state, indent=1))
+    new.replace(root / STATE)
+
+
+def is_current(root: Path, stem: str, digest: str) -> bool:
+    """Whether the last full run saw the same inputs and everything that it made is still there."""
+    last = read_state(root).get(stem, {"digest": "", "files": []})
+    return last["digest"] == digest and all((root / name).is_file() for name in last["files"])
+
+
+def forget(root: Path, stem: str) -> None:
+    """A run that begins makes the notebook out of date until it succeeds."""
+    write_state(root, {name: last for name, last in read_state(root).items() if name != stem})
+
+
+def remember(root: Path, stem: str, digest: str, files: Sequence[str]) -> None:
+    """A run that succeeded: its inputs' hash and what it made."""
+    write_state(root, read_state(root) | {stem: {"digest": digest, "files": list(files)}})
+
+
+def update_manifest(root: Path, stem: str, new: Sequence[Origin]) -> None:
+    """Replaces the notebook's rows; a figure that it no longer makes is deleted with its row."""
+    path, old = root / MANIFEST, []
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            old = [Origin(**row) for row in csv.DictReader(file)]
+    for row in old:
+        if row.notebook == stem and row.figure not in [origin.figure for origin in new]:
+            (root / row.figure).unlink(missing_ok=True)
+    rows = sorted([row for row in old if row.notebook != stem] + list(new))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([Origin._fields, *rows])

@@ -1,0 +1,110 @@
+"""The repository as it is committed: who imports whom, docstring examples, the claims table."""
+
+import ast
+import doctest
+import importlib
+from graphlib import TopologicalSorter
+
+import claims
+import pytest
+import torch
+from run import ROOT
+
+# Who may import whom inside lib (design picture): an arrow to the left only. The referees `kalman`
+# and `mh` share no code with the player: they import nothing, and no part of the fit imports them.
+PICTURE = {
+    "data": set(),
+    "diagnostics": set(),
+    "kalman": set(),
+    "mh": set(),
+    "network": set(),
+    "panels": set(),
+    "plots": set(),
+    "sde": set(),
+    "features": {"data"},
+    "gauss_markov": {"network"},
+    "local_iaf": {"network"},
+    "maf": {"network"},
+    "priors": {"sde"},
+    "probe": {"sde"},
+    "quadrature": {"kalman", "panels"},
+    "ssm": {"data", "priors", "probe", "sde"},
+    "start": {"data", "features", "sde", "ssm"},
+    "posterior": {
+        "data",
+        "features",
+        "gauss_markov",
+        "local_iaf",
+        "maf",
+        "sde",
+        "ssm",
+        "start",
+    },
+    "elbo": {"data", "posterior", "ssm"},
+    "result": {"data", "diagnostics", "elbo", "posterior", "sde", "ssm", "start"},
+    "train": {"data", "elbo", "posterior", "result", "ssm", "start"},
+}
+MODULES = sorted((ROOT / "lib").rglob("*.py"))
+
+
+def imported(source: str) -> set[str]:
+    """Every module that a source imports, wherever in it; `lib.x` for `from lib import x`."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, ["lib" if node.level else "", node.module]))
+            names |= {f"lib.{a.name}" for a in node.names} if module == "lib" else {module}
+    return names
+
+
+def picture_faults(name: str, source: str) -> set[str]:
+    """Imports of lib's module `name` that the picture does not have."""
+    inside = {i.split(".")[1] for i in imported(source) if i.startswith("lib.")}
+    return inside - (set(PICTURE) if name == "__init__" else PICTURE[name])
+
+
+def test_imports_keep_to_the_picture():
+    assert {path.stem for path in MODULES} - {"__init__"} == set(PICTURE)
+    tuple(TopologicalSorter(PICTURE).static_order())  # raises on a cycle
+    faults = {path.stem: picture_faults(path.stem, path.read_text()) for path in MODULES}
+    assert not {name: fault for name, fault in faults.items() if fault}
+
+
+@pytest.mark.parametrize("line", ["from lib.elbo import elbo", "from lib import elbo"])
+def test_the_picture_sees_an_import_that_points_up(line):
+    assert picture_faults("sde", f"def f():\n    {line}") == {"elbo"}
+    assert picture_faults("sde", "from .elbo import elbo") == {"elbo"}
+    assert picture_faults("train", line) == set()
+
+
+def test_only_plots_draws_and_only_train_knows_devices():
+    for path in MODULES:
+        source = path.read_text()
+        drawing = {i for i in imported(source) if i.split(".")[0] in ("matplotlib", "seaborn")}
+        assert path.stem == "plots" or not drawing, path.name
+        assert path.stem == "train" or "torch.cuda" not in source, path.name
+
+
+@pytest.fixture
+def users_dtype():
+    """An example is typed by a user, whose default is float32."""
+    ours = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(ours)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_doctests(path, users_dtype):
+    name = "lib" if path.stem == "__init__" else f"lib.{path.stem}"
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_readme_shows_the_results():
+    """Kills a number typed into the table, and a full run whose README was not committed."""
+    text = (ROOT / "README.md").read_text()
+    rows = claims.read_rows(ROOT)
+    assert rows
+    assert claims.replace_block(text, claims.render(rows)) == text
