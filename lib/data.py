@@ -66,9 +66,7 @@ class Observations:
         """Number N of grid steps, up to the last row."""
         return int(self.index[-1])
 
-    def grid(
-        self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
-    ) -> Grid:
+    def grid(self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu") -> Grid:
         """The readings on the dense grid i = 0..N."""
         present = ~self.y.isnan()
         y = torch.zeros(self.num_steps + 1, self.y.shape[1], dtype=torch.float64)
@@ -225,9 +223,7 @@ def _check_readings(y: np.ndarray) -> None:
         raise ValueError("y must hold at least one value; got only missing ones.")
 
 
-def _grid_index(
-    times: np.ndarray, dt: float | int, t0: float | int, rows: list[str]
-) -> list[int]:
+def _grid_index(times: np.ndarray, dt: float | int, t0: float | int, rows: list[str]) -> list[int]:
     """Index i of every time t_0 + i·dt; refuses any other time, and any order but increasing."""
     rule = f"times must lie on the grid t0 + i*dt (t0 = {t0:.12g}, dt = {dt:.12g})"
     resolution = 4 * np.finfo(times.dtype).eps

@@ -1,4 +1,4 @@
-"""How far q is from the posterior, from importance weights w = p(ϑ, x, y) / q(ϑ, x) of its draws."""
+"""How far q is from the posterior: importance weights w = p(ϑ, x, y) / q(ϑ, x) of its draws."""
 
 import math
 import warnings
@@ -65,9 +65,13 @@ def diagnose(
     gap, limit = log_evidence - mean, 0.5 * (1 + path_size / 200)
     if not gap <= limit:
         faults.append(f"the ELBO is {gap:.2f} nats below the evidence, more than {limit:.2f}")
-    verdict = "Flagged: " + "; ".join(faults) + "." if faults else (
-        f"No fault seen: k-hat {k:.2f}, effective share {ess:.2f}, "
-        f"ELBO {max(gap, 0.0):.2f} nats below the weighted evidence."
+    verdict = (
+        "Flagged: " + "; ".join(faults) + "."
+        if faults
+        else (
+            f"No fault seen: k-hat {k:.2f}, effective share {ess:.2f}, "
+            f"ELBO {max(gap, 0.0):.2f} nats below the weighted evidence."
+        )
     )
     return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict)
 

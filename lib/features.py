@@ -10,7 +10,7 @@ from lib.data import Grid
 
 def past_features(grid: Grid, k: int) -> Float[Tensor, "time features"]:
     """The paper's features: y_{i-k}, …, y_{i-1}, zero where there is no observation."""
-    return windows(grid.y, k, -k, -1)
+    return windows(grid.y * grid.observed, k, -k, -1)
 
 
 def centred_features(grid: Grid, k: int) -> Float[Tensor, "time features"]:
@@ -21,7 +21,7 @@ def centred_features(grid: Grid, k: int) -> Float[Tensor, "time features"]:
     """
     observed = grid.observed
     count = observed.sum(0).clamp(min=1.0)
-    mean = grid.y.sum(0) / count
+    mean = (grid.y * observed).sum(0) / count
     sd = (((grid.y - mean) * observed).square().sum(0) / count).sqrt()
     y = (grid.y - mean) / torch.where(sd > 0, sd, torch.ones_like(sd)) * observed
     series = torch.cat([y, observed, torch.ones_like(grid.t)[:, None]], -1)

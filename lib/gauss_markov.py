@@ -45,15 +45,16 @@ def compose_vector(
 class GaussMarkov(nn.Module):
     r"""Backward recursion :math:`u_i = A_i u_{i+1} + b_i + L_i z_i`, :math:`u_N = b_N + L_N z_N`.
 
-    A, b and L come from a network of (features, ϑ); A's row sums stay below 1 in absolute value, so
-    no product of A's can grow. Its memory is unlimited, and the exact posterior of a linear-Gaussian
-    model has this form. The log-Jacobian is Σ log diag L.
+    A, b and L come from a network of (features, ϑ); A's row sums stay below 1 in absolute value,
+    so no product of A's can grow. Its memory is unlimited, and the exact posterior of a
+    linear-Gaussian model has this form. The log-Jacobian is Σ log diag L.
 
     Args:
         num_states: Components p of the state.
         num_features: Features of the data at each time.
         num_theta: Length d of ϑ.
         hidden: Width of each hidden layer.
+        taps: ϑ-modulated linear taps on the features in b, and a linear path from ϑ to A, b, L.
 
     >>> base = GaussMarkov(2, 3, 1, hidden=(8,))
     >>> [tuple(a.shape) for a in base(torch.zeros(5, 7, 2), torch.zeros(7, 3), torch.zeros(5, 1))]
@@ -61,15 +62,20 @@ class GaussMarkov(nn.Module):
     """
 
     def __init__(
-        self, num_states: int, num_features: int, num_theta: int, hidden: Sequence[int]
+        self,
+        num_states: int,
+        num_features: int,
+        num_theta: int,
+        hidden: Sequence[int],
+        taps: bool = True,
     ) -> None:
         super().__init__()
         p = self.num_states = num_states
         # A = 0.9 I and L = sqrt(1 - 0.9^2) I: a smooth path of unit variance to start with.
         initial = (1.47 * torch.eye(p)).flatten().tolist() + [0.0] * p
         initial += [-0.83] * p + [0.0] * (p * (p - 1) // 2)
-        self.network = Conditioner(0, num_features, num_theta, hidden, initial)
-        self.taps = ThetaTaps(num_features, num_theta, p)
+        self.network = Conditioner(0, num_features, num_theta, hidden, initial, taps)
+        self.taps = ThetaTaps(num_features, num_theta, p) if taps else None
 
     def forward(
         self,
@@ -82,7 +88,9 @@ class GaussMarkov(nn.Module):
         out = self.network(None, features, theta)
         a = bound_rows(out[..., : p * p].unflatten(-1, (p, p)))
         b, s = out[..., p * p : p * p + p], soft_bound(out[..., p * p + p : p * p + 2 * p])
-        c = b + self.taps(features, theta) + s.exp() * z
+        c = b + s.exp() * z
+        if self.taps is not None:
+            c = c + self.taps(features, theta)
         if p > 1:
             c = c + lower_product(out[..., p * p + 2 * p :], z)
         return backward_scan(a, c), s

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from lib.network import Conditioner, ThetaTaps, lower_product, soft_bound
 
 
-def past_windows(
-    z: Float[Tensor, "mc time state"], length: int
-) -> Float[Tensor, "mc time window"]:
+def past_windows(z: Float[Tensor, "mc time state"], length: int) -> Float[Tensor, "mc time window"]:
     r"""Windows :math:`z_{i-k}, …, z_{i-1}` side by side, oldest first, zero before the start."""
     padded = nn.functional.pad(z, (0, 0, length, 0))
     # Slices, not `unfold`: the backward pass of `unfold` is many times slower on a CPU.
@@ -35,7 +33,7 @@ class LocalIAF(nn.Module):
         hidden: Width of each hidden layer.
         gate: ``"sigmoid"`` or ``"unbounded"``.
         coupling: Lower-triangular L instead of a diagonal one (unbounded gate only).
-        taps: ϑ-modulated linear taps.
+        taps: ϑ-modulated linear taps, and a linear path from ϑ to s and μ.
 
     >>> layer = LocalIAF(2, 3, 1, window=4, hidden=(8,), gate="unbounded", coupling=True)
     >>> [tuple(a.shape) for a in layer(torch.zeros(5, 7, 2), torch.zeros(7, 3), torch.zeros(5, 1))]
@@ -61,7 +59,7 @@ class LocalIAF(nn.Module):
         # A sigmoid gate starts at 0.88, mostly open, so that five layers pass the noise on.
         initial = [0.0] * num_states + [2.0 if gate == "sigmoid" else 0.0] * num_states
         initial += [0.0] * (num_states * (num_states - 1) // 2 if self.coupling else 0)
-        self.network = Conditioner(num_window, num_features, num_theta, hidden, initial)
+        self.network = Conditioner(num_window, num_features, num_theta, hidden, initial, taps)
         self.taps = ThetaTaps(num_window, num_theta, num_states) if taps else None
 
     def forward(

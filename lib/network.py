@@ -1,11 +1,10 @@
-"""What the flows share: the conditioner network (appendix B) and two pieces of their affine maps."""
+"""What the flows share: conditioner network (appendix B), taps, pieces of their affine maps."""
 
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-
 
 LOG_SCALE_BOUND = 3.0
 
@@ -39,6 +38,8 @@ class Conditioner(nn.Module):
         num_theta: Length d of ϑ.
         hidden: Width of each hidden layer.
         initial: Output at the start of training; its length is the number of outputs.
+        skip: Add a linear path from ϑ to the outputs. Scales and weights follow ϑ almost linearly,
+            and the direct path learns that long before the ReLU layers do.
 
     >>> network = Conditioner(4, 3, 2, hidden=(8,), initial=[0.0, 1.0])
     >>> network(torch.zeros(5, 7, 4), torch.zeros(7, 3), torch.zeros(5, 2)).shape
@@ -52,6 +53,7 @@ class Conditioner(nn.Module):
         num_theta: int,
         hidden: Sequence[int],
         initial: Sequence[float],
+        skip: bool = False,
     ) -> None:
         super().__init__()
         fan_in = num_window + num_features + num_theta
@@ -65,9 +67,10 @@ class Conditioner(nn.Module):
             nn.Linear(a, b) for a, b in zip(hidden[:-1], hidden[1:], strict=True)
         )
         self.out = nn.Linear(hidden[-1], len(initial))
-        # Scales and weights follow ϑ almost linearly, and a direct path learns that soonest.
-        self.skip = nn.Linear(num_theta, len(initial), bias=False)
-        nn.init.zeros_(self.skip.weight)
+        self.skip = None
+        if skip:
+            self.skip = nn.Linear(num_theta, len(initial), bias=False)
+            nn.init.zeros_(self.skip.weight)
         # A small last layer: the flow starts as the fixed map that `initial` describes.
         nn.init.normal_(self.out.weight, std=0.01 * hidden[-1] ** -0.5)
         with torch.no_grad():
@@ -86,11 +89,12 @@ class Conditioner(nn.Module):
         h = h.relu()
         for layer in self.hidden:
             h = layer(h).relu()
-        return self.out(h) + self.skip(theta)[:, None]
+        out = self.out(h)
+        return out if self.skip is None else out + self.skip(theta)[:, None]
 
 
 class ThetaTaps(nn.Module):
-    r"""Linear taps whose weights depend on ϑ: :math:`\sum_j w_j(\vartheta)\, a_{ij}`, zero at first.
+    r"""Linear taps whose weights depend on ϑ: :math:`\sum_j w_j(\vartheta) a_{ij}`; zero at first.
 
     For a linear-Gaussian model the exact conditional mean has this form, and a ReLU network that
     only adds ϑ to its inputs approximates the product badly.

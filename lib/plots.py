@@ -133,7 +133,9 @@ def compare_bands(
     place = np.asarray(t, dtype=float)
     width = 0.12 * np.min(np.diff(place))
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
-        for side, (name, value) in zip((-1, 1), zip(names, (ours, reference), strict=True)):
+        for side, (name, value) in zip(
+            (-1, 1), zip(names, (ours, reference), strict=True), strict=True
+        ):
             low, middle, high = value[j].numpy()
             color, mark = (PALETTE[0], "o") if side < 0 else (INK, "s")
             axis.errorbar(

@@ -37,7 +37,7 @@ class Family:
         scaling: ``"learned"`` loc and scale per time, or ``"constant"``: one unit for all.
         unit: That unit; 1 is the paper's x = h(z).
         standardise_theta: Networks see (ϑ − loc)/scale instead of ϑ.
-        taps: ϑ-modulated linear taps in each local IAF.
+        taps: Linear paths whose weights depend on ϑ, in the base and in each local IAF.
         coupling: Same-time lower-triangular coupling for p > 1.
         base: Gauss-Markov base below the local IAFs.
         theta_flows: IAF steps of q(ϑ).
@@ -63,6 +63,8 @@ class Family:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
+        if self.coupling and self.gate == "sigmoid":
+            raise ValueError("coupling needs gate 'unbounded'; got 'sigmoid'. Set coupling=False.")
         for name in ("receptive_field", "hidden", "layers", "theta_hidden", "unit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
@@ -115,8 +117,8 @@ class Sample(NamedTuple):
 class VariationalPosterior(nn.Module):
     r"""q(ϑ) a MAF; q(x | ϑ) a Gauss-Markov base, local IAFs in alternating directions, then h.
 
-    .. math:: \log q(x|\vartheta) = \sum\log N(z^0) - \sum_{\text{layers}}\sum\log\operatorname{diag}
-        L - \sum\log\text{scale} - \sum\log h'
+    .. math:: \log q(x|\vartheta) = \sum\log N(z^0) - \sum_{\text{layers}}\sum\log\text{diag}\,L
+        - \sum\log\text{scale} - \sum\log h'
 
     Args:
         model: Supplies sizes, which states are positive and what is known of x_0.
@@ -146,7 +148,7 @@ class VariationalPosterior(nn.Module):
         self.register_buffer("features_ahead", ahead)
         self.register_buffer("features_behind", behind)
         sizes, hidden = (p, ahead.shape[-1], d), (family.hidden,) * family.layers
-        self.base = GaussMarkov(*sizes, hidden) if family.base else None
+        self.base = GaussMarkov(*sizes, hidden, family.taps) if family.base else None
         options = {"gate": family.gate, "coupling": family.coupling, "taps": family.taps}
         self.layers = nn.ModuleList(
             LocalIAF(*sizes, window=family.receptive_field, hidden=hidden, **options)

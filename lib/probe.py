@@ -210,9 +210,7 @@ def _nudged(x0: Tensor, positive: Tensor) -> Tensor:
     return torch.where(positive, x0 * shift.exp(), x0 + shift * (1 + x0.abs()))
 
 
-def _call(
-    sde: SDE, name: str, arguments: tuple[Tensor, ...], tail: tuple[int, ...]
-) -> Tensor:
+def _call(sde: SDE, name: str, arguments: tuple[Tensor, ...], tail: tuple[int, ...]) -> Tensor:
     """Value of a user's function, detached and with the full batch."""
     sizes = ", ".join(
         f"{s} {tuple(part.shape)}" for s, part in zip(("t", "x", "theta"), arguments, strict=True)

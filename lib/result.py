@@ -41,7 +41,7 @@ class Draws(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Simulated future. Paths that left the state space are dropped; ``alive`` is the share kept."""
+    """Simulated future, without paths that left the state space; ``alive`` is the share kept."""
 
     t: Float[Tensor, " steps"]
     x: Float[Tensor, "mc steps state"]

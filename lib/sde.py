@@ -177,9 +177,7 @@ class EulerMaruyama:
             raise ValueError(f"dt must be positive and finite; got {dt}. It is the grid step.")
         self.sde, self.dt = sde, dt
 
-    def log_prob(
-        self, x_next: State, x: State, theta: Theta, t: Time
-    ) -> Float[Tensor, "*batch"]:
+    def log_prob(self, x_next: State, x: State, theta: Theta, t: Time) -> Float[Tensor, "*batch"]:
         """Log density of the move from x at time t to x_next, given θ; x must be alive."""
         t, x, theta = self.sde.aligned(t, x, theta)
         residual = torch.sub(x_next - x, self.sde.drift(t, x, theta), alpha=self.dt)

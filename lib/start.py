@@ -63,7 +63,7 @@ class _Residuals:
         self.model, self.grid, self.x0 = model, grid, x0
         self.median, self.spread = median, spread
         count = grid.observed.sum(0).clamp(min=1.0)
-        mean = grid.y.sum(0) / count
+        mean = (grid.y * grid.observed).sum(0) / count
         sd = (((grid.y - mean) * grid.observed).square().sum(0) / count).sqrt()
         self.scale = RESIDUAL_SHARE * torch.where(sd > 0, sd, torch.ones_like(sd))
 

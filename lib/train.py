@@ -1,4 +1,4 @@
-"""Stochastic optimisation of the ELBO (algorithm 1): the only file that knows devices and threads."""
+"""Stochastic optimisation of the ELBO (algorithm 1); all that is known of devices is here."""
 
 import contextlib
 import time
@@ -37,6 +37,7 @@ class FitConfig:
         learning_rate: Peak of Adam's learning rate, reached after a warm-up, then cosine decay.
         tempering: Initial α on log q(ϑ), falling linearly to 1 at half of the run; 1 is none.
         log_every: Steps between two looks at the ELBO.
+        mode: How a step runs; ``"eager"`` is the only way so far.
         family: Options of the variational family.
     """
 
@@ -47,11 +48,14 @@ class FitConfig:
     learning_rate: float = 1e-2
     tempering: float = 1.0
     log_every: int = 50
+    mode: str = "eager"
     family: Family = field(default_factory=Family)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {tuple(DTYPES)}; got {self.dtype!r}.")
+        if self.mode != "eager":
+            raise ValueError(f"mode must be 'eager'; got {self.mode!r}. No other is built yet.")
         for name in ("threads", "num_steps", "num_samples", "log_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -152,28 +156,31 @@ class _Run:
         step = make_step(lambda noise, alpha: self.loss(noise, alpha), parameters, optimizer)
         device = self.grid.y.device
         generator = torch.Generator(device).manual_seed(seed)
-        trace = torch.full((config.num_steps,), torch.nan, device=device)
-        seconds, streak, stopped = np.zeros(config.num_steps), torch.zeros((), device=device), ""
-        bar = tqdm(total=config.num_steps, disable=not progress, desc="fit", unit="step")
-        with bar:
+        trace = torch.full((config.num_steps,), torch.nan, dtype=torch.float64, device=device)
+        seconds, streak = np.zeros(config.num_steps), torch.zeros((), device=device)
+        with tqdm(total=config.num_steps, disable=not progress, desc="fit", unit="step") as bar:
             for i in range(config.num_steps):
                 for group in optimizer.param_groups:
                     group["lr"] = config.learning_rate * schedule(i / config.num_steps)
                 noise = self.q.draw_noise(config.num_samples, generator)
-                alpha = temper(config.tempering, i / config.num_steps)
-                trace[i], skipped = step(noise, alpha)
+                alpha = trace.new_tensor(temper(config.tempering, i / config.num_steps))
+                reported, skipped = step(noise, alpha)
+                # A skipped step leaves NaN in the trace, where ``judge`` finds it.
+                trace[i] = torch.where(skipped > 0, torch.nan, reported)
                 streak = (streak + 1) * skipped
                 seconds[i] = time.perf_counter() - clock
-                if (i + 1) % config.log_every == 0 or i + 1 == config.num_steps:
-                    bar.update(i + 1 - bar.n)
-                    bar.set_postfix_str(f"ELBO {float(trace[max(0, i - 49) : i + 1].mean()):.2f}")
+                done, stopped = i + 1, ""
+                if done % config.log_every == 0 or done == config.num_steps:
+                    bar.update(done - bar.n)
+                    recent = trace[max(0, done - config.log_every) : done].mean()
+                    bar.set_postfix_str(f"ELBO {float(recent):.2f}")
                     if streak >= MAX_SKIPPED:
-                        stopped = self.broken_term(noise, i + 1)
+                        stopped = self.broken_term(noise, done)
                         break
-        n = i + 1
-        return History(np.arange(1, n + 1), trace[:n].double().cpu().numpy(), seconds[:n]), stopped
+        elbos = trace[:done].cpu().numpy()
+        return History(np.arange(1, done + 1), elbos, seconds[:done]), stopped
 
-    def loss(self, noise: Noise, alpha: float) -> tuple[Tensor, Tensor]:
+    def loss(self, noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Minus the tempered ELBO, to be minimised, and the ELBO with α = 1, to be reported."""
         bound = elbo(self.model, self.q, self.grid, noise, alpha)
         return -bound.value, bound.value.detach() + (alpha - 1) * bound.log_q_theta.mean().detach()
@@ -191,16 +198,16 @@ class _Run:
 
 
 def make_step(
-    loss: Callable[[Noise, float], tuple[Tensor, Tensor]],
+    loss: Callable[[Noise, Tensor], tuple[Tensor, Tensor]],
     parameters: list[Tensor],
     optimizer: torch.optim.Optimizer,
-) -> Callable[[Noise, float], tuple[Tensor, Tensor]]:
+) -> Callable[[Noise, Tensor], tuple[Tensor, Tensor]]:
     """One step as a function of (noise, α): gradient, clipping, update; no sync with the device.
 
     Returns the reported ELBO and 1.0 if the gradient was not finite, when nothing is updated.
     """
 
-    def step(noise: Noise, alpha: float) -> tuple[Tensor, Tensor]:
+    def step(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad(set_to_none=True)
         value, reported = loss(noise, alpha)
         value.backward()
@@ -226,7 +233,7 @@ def temper(initial: float, share: float) -> float:
 
 
 def judge(trace: np.ndarray) -> tuple[bool, str]:
-    """Converged: over the last fifth no step was skipped and the ELBO's slope is within 2 SE of 0."""
+    """Converged: in the last fifth no step was skipped and the ELBO's slope is within 2 SE of 0."""
     last = trace[-max(10, len(trace) // 5) :]
     skipped = int((~np.isfinite(last)).sum())
     if skipped:

@@ -74,7 +74,7 @@ FAMILIES = {
 
 
 def posterior(
-    case: Problem, family: Family, seed: int = 0, perturb: float = 0.5
+    case: Problem, family: Family, seed: int = 0, perturb: float = 0.3
 ) -> VariationalPosterior:
     """q with all that it learns moved away from the start, by the same amounts for one seed."""
     q = VariationalPosterior(*case[:2], family, case.start, seed)
