@@ -1,4 +1,4 @@
-"""README's claims table: the rows of results/claims_*.csv as one generated block."""
+"""README's generated blocks: the claims of results/claims_*.csv, and what the full run took."""
 
 import csv
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
+TIMES_BEGIN, TIMES_END = "<!-- times:begin -->", "<!-- times:end -->"
 
 
 class Claim(NamedTuple):
@@ -47,21 +48,36 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def replace_block(text: str, table: str) -> str:
-    """The text with the table between its claims markers, which must be there once, in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in before + after:
-        raise SystemExit(f"README.md must have one block {BEGIN} … {END} for the claims table.")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def render_times(root: Path) -> str:
+    """One sentence from results/manifest.csv: minutes of each notebook, and on what device."""
+    with (root / "results/manifest.csv").open(newline="", encoding="utf-8") as file:
+        rows = {row["notebook"]: row for row in csv.DictReader(file)}
+    minutes = {stem[:2]: float(row["seconds"]) / 60 for stem, row in sorted(rows.items())}
+    parts = ", ".join(f"{number}: {value:.1f}" for number, value in minutes.items())
+    devices = " and ".join(sorted({row["device"] for row in rows.values()}))
+    return f"The committed run took {sum(minutes.values()):.0f} minutes ({parts}) on {devices}."
 
 
-def update_readme(root: Path) -> None:
-    """Rewrites README's block from results/; the file is touched only when the block changes."""
+def replace_block(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
+    """The text with the content between a pair of markers, which must be there once, in order."""
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end) or begin in rest or end in before + after:
+        raise SystemExit(f"README.md must have one block {begin} … {end}, which a run writes.")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def render_readme(root: Path) -> str:
+    """README.md with both blocks as results/ has them."""
     readme = root / "README.md"
     if not readme.is_file():
         raise SystemExit("README.md is missing, so the claims table has no place.")
-    old = readme.read_text(encoding="utf-8")
-    new = replace_block(old, render(read_rows(root)))
-    if new != old:
+    text = replace_block(readme.read_text(encoding="utf-8"), render(read_rows(root)))
+    return replace_block(text, render_times(root), TIMES_BEGIN, TIMES_END)
+
+
+def update_readme(root: Path) -> None:
+    """Rewrites README's blocks from results/; the file is touched only when a block changes."""
+    readme, new = root / "README.md", render_readme(root)
+    if new != readme.read_text(encoding="utf-8"):
         readme.write_text(new, encoding="utf-8")

@@ -52,7 +52,9 @@ def root(tmp_path):
         (root / folder).mkdir(parents=True)
     (root / "lib/sde.py").write_text("one = 1\n")
     (root / "data/ou.csv").write_text("t,y\n1,2\n")
-    (root / "README.md").write_text(f"Above\n{claims.BEGIN}\nold\n{claims.END}\nbelow\n")
+    (root / "README.md").write_text(
+        f"Above\n{claims.TIMES_BEGIN}\n{claims.TIMES_END}\n{claims.BEGIN}\nold\n{claims.END}\nbelow\n"
+    )
     return root
 
 
@@ -130,6 +132,7 @@ def test_full_run_publishes_then_is_up_to_date_until_something_changes(root, cap
     assert (root / "figures/01_a.png").read_text() == "False 0.5 cpu"
     readme = (root / "README.md").read_text()
     assert "| sd\\|1 | 1 | 2 | holds | [01](notebooks/01_a.ipynb) |\n" in readme
+    assert "\nThe committed run took 0 minutes (01: 0." in readme
     assert readme.startswith("Above\n") and readme.endswith("\nbelow\n") and "old\n" not in readme
     (row,) = csv.DictReader((root / "results/manifest.csv").read_text().splitlines())
     assert row["figure"] == "figures/01_a.png" and row["commit"] == "unknown" and row["device"]
