@@ -44,7 +44,7 @@ class FitConfig:
     dtype: str = "float32"
     threads: int = 1
     num_steps: int = 3000
-    num_samples: int = 20
+    num_samples: int = 50
     learning_rate: float = 1e-2
     tempering: float = 1.0
     log_every: int = 50

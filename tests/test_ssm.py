@@ -400,9 +400,7 @@ def test_a_prior_is_copied_not_changed():
 def test_models_can_be_copied():
     model = pair_model()
     vartheta = torch.randn(2, 3)
-    torch.testing.assert_close(
-        copy.deepcopy(model).log_prior(vartheta), model.log_prior(vartheta)
-    )
+    torch.testing.assert_close(copy.deepcopy(model).log_prior(vartheta), model.log_prior(vartheta))
 
 
 @pytest.mark.compiled
