@@ -29,8 +29,9 @@ class Start(NamedTuple):
 def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
     """Fit the drift ODE to the data by Levenberg-Marquardt from the best of many prior draws.
 
-    Parameters that do not move the drift stay at the prior's median. Draws whose path explodes are
-    dropped; if all do, the start is the prior's median.
+    Parameters that do not move the drift stay at the prior's median, except an unknown σ, which
+    starts at the size of the residuals. Draws whose path explodes are dropped; if all do, the start
+    is the prior's median.
 
     Args:
         model: In float64 on the CPU.
@@ -148,7 +149,11 @@ def _admissible(model: StateSpaceModel, path: Tensor) -> Tensor:
 
 
 def _path_sd(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> Tensor:
-    """Spread of a diffusion since the nearest observation: sqrt(β_jj · (gap + dt))."""
+    """Spread of a diffusion since the nearest observation: sqrt(β_jj · (gap + dt)).
+
+    Kept between 0.1 % and 30 % of the component's largest value, and for a positive state below
+    half of its own: a start only has to be near.
+    """
     theta = model.to_theta(vartheta)
     beta = model.sde.diffusion(*model.sde.aligned(grid.t[:, None], path, theta))
     gap = torch.minimum(steps_since(grid.observed), steps_since(grid.observed.flip(0)).flip(0))
