@@ -65,6 +65,26 @@ def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: tuple, label
     axis.fill_between(t, low, high, color=color, alpha=0.25, lw=0, label=label)
 
 
+def observed(
+    t: Float[Tensor, " rows"],
+    y: Float[Tensor, " rows"],
+    label: str,
+    *,
+    time_label: str,
+    truth: tuple[Tensor, Tensor] | None = None,
+) -> Figure:
+    """The data of one component; ``truth`` is (times, values) of the true path, if it is known."""
+    figure, (axis,) = _row(1, height=2.2)
+    if truth is not None:
+        axis.plot(*truth, color=TRUTH, lw=1.2, label="true path")
+    axis.plot(t, y, ".", color=INK, ms=3.5, label="observations")
+    axis.set(xlabel=time_label, ylabel=label)
+    if truth is not None:
+        axis.legend(fontsize="x-small", handlelength=1.5)
+    sns.despine(figure)
+    return _finish(figure)
+
+
 def marginals(
     draws: Mapping[str, Float[Tensor, "mc theta"]],
     labels: Sequence[str],
@@ -82,39 +102,54 @@ def marginals(
         weights: Name → importance weights of its draws.
         truth: Values the data were simulated with.
     """
-    figure, axes = _row(len(labels), height=2.4)
+    figure, axes = _row(len(labels), height=2.6)
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
         for k, (name, curve) in enumerate((curves or {}).items()):
-            axis.plot(*curve[j], color=INK, lw=1.4, ls=LINES[k], label=name)
+            axis.plot(*curve[j], color=INK, lw=1.6 - 0.6 * k, ls=LINES[k], label=name)
         for k, (name, values) in enumerate(draws.items()):
             style = {"color": PALETTE[k], "ls": LINES[k % len(LINES)], "lw": 1.4, "label": name}
             w = None if weights is None else weights.get(name)
             sns.kdeplot(x=values[:, j].numpy(), weights=w, ax=axis, cut=0, **style)
         if truth is not None:
             axis.axvline(truth[j], color=TRUTH, lw=1, ls=":", label="true value")
+        ends = [np.quantile(values[:, j].numpy(), (0.002, 0.998)) for values in draws.values()]
+        ends += [curve[j][0].numpy() for curve in (curves or {}).values()]
+        axis.set_xlim(min(part.min() for part in ends), max(part.max() for part in ends))
         axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
-    axes[0].legend(fontsize="x-small", handlelength=1.8)
     sns.despine(figure)
-    return _finish(figure)
+    return _legend_above(figure, axes[0])
 
 
 def elbo_trace(
-    elbo: np.ndarray, seconds: np.ndarray, log_evidence: float | None = None, window: int = 50
+    elbo: np.ndarray | Mapping[str, np.ndarray],
+    seconds: np.ndarray | None = None,
+    log_evidence: float | None = None,
+    window: int = 50,
 ) -> Figure:
-    """ELBO against step, smoothed over ``window`` steps, with the evidence it cannot exceed."""
-    figure, axes = _row(1, height=2.4)
-    axis, step = axes[0], np.arange(1, len(elbo) + 1)
-    usable = elbo[np.isfinite(elbo)]
-    axis.plot(step, elbo, color=PALETTE[0], lw=0.3, alpha=0.4)
-    if len(elbo) > window:
-        smooth = np.convolve(elbo, np.ones(window) / window, "valid")
-        axis.plot(step[window - 1 :], smooth, color=PALETTE[0], lw=1.3, label="ELBO")
+    """ELBO against step, smoothed over ``window`` steps, with the evidence it cannot exceed.
+
+    Args:
+        elbo: Of one run, or name → of each run.
+        seconds: Clock of the run; its last entry goes into the axis label.
+        log_evidence: log p(y), if it is known.
+        window: Steps averaged by the line; the values of single steps lie behind it.
+    """
+    figure, (axis,) = _row(1, height=2.4)
+    runs = elbo if isinstance(elbo, Mapping) else {"ELBO": elbo}
+    for k, (name, values) in enumerate(runs.items()):
+        style = {"color": PALETTE[k % len(PALETTE)]}
+        span = min(window, len(values))
+        smooth = np.convolve(values, np.ones(span) / span, "valid")
+        axis.plot(np.arange(1, len(values) + 1), values, lw=0.3, alpha=0.3, **style)
+        axis.plot(np.arange(span, len(values) + 1), smooth, lw=1.3, label=name, **style)
     if log_evidence is not None:
         axis.axhline(log_evidence, color=INK, lw=1, ls="--", label="log evidence")
+    usable = np.concatenate([values[np.isfinite(values)] for values in runs.values()])
     top = usable.max() if log_evidence is None else max(usable.max(), log_evidence)
     axis.set_ylim(np.quantile(usable, 0.1) - 5, top + 2)
-    axis.set(xlabel=f"step ({seconds[-1]:.0f} s in all)", ylabel="ELBO (nats)")
-    axis.legend(fontsize="x-small")
+    clock = "" if seconds is None else f" ({seconds[-1]:.0f} s in all)"
+    axis.set(xlabel=f"step{clock}", ylabel="ELBO (nats)")
+    axis.legend(fontsize="x-small", loc="lower right")
     sns.despine(figure)
     return _finish(figure)
 
@@ -162,6 +197,16 @@ def _row(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
 
 def _finish(figure: Figure) -> Figure:
     figure.tight_layout()
+    return figure
+
+
+def _legend_above(figure: Figure, axis: Axes) -> Figure:
+    """One legend for all panels, where no curve is."""
+    handles, names = axis.get_legend_handles_labels()
+    rows = -(-len(names) // 4)
+    columns = -(-len(names) // rows)
+    figure.legend(handles, names, loc="upper center", ncols=columns, fontsize="x-small")
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.08 * rows))
     return figure
 
 
