@@ -45,7 +45,7 @@ def smoothing(
         truth: (times, values) of the first component's true path, if it is known.
         num_paths: Paths drawn as lines; the band uses all.
     """
-    figure, axes = _row(x.shape[-1], height=2.5)
+    figure, axes = _row(x.shape[-1], height=2.7)
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
         band(axis, t, x[..., j], PALETTE[0], "95 % of q")
         axis.plot(t, x[:num_paths, :, j].T, color=PALETTE[0], lw=0.4, alpha=0.4)
@@ -55,8 +55,8 @@ def smoothing(
         if points and j in points:
             axis.plot(*points[j], ".", color=INK, ms=3.5, label="observations")
         axis.set(xlabel=time_label, ylabel=label)
-        axis.legend(fontsize="x-small", handlelength=1.5)
-    return _finish(figure)
+    sns.despine(figure)
+    return _legend_above(figure, axes)
 
 
 def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: tuple, label: str) -> None:
@@ -117,7 +117,7 @@ def marginals(
         axis.set_xlim(min(part.min() for part in ends), max(part.max() for part in ends))
         axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
     sns.despine(figure)
-    return _legend_above(figure, axes[0])
+    return _legend_above(figure, axes)
 
 
 def elbo_trace(
@@ -164,7 +164,7 @@ def compare_bands(
     names: tuple[str, str] = ("q", "reference"),
 ) -> Figure:
     """Medians and 95 % intervals of q beside a reference's, one panel a component."""
-    figure, axes = _row(len(labels), height=2.5)
+    figure, axes = _row(len(labels), height=2.7)
     place = np.asarray(t, dtype=float)
     width = 0.12 * np.min(np.diff(place))
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
@@ -184,13 +184,12 @@ def compare_bands(
                 label=f"{name}: median, 95 %",
             )
         axis.set(xlabel=time_label, ylabel=label)
-        axis.legend(fontsize="x-small")
     sns.despine(figure)
-    return _finish(figure)
+    return _legend_above(figure, axes)
 
 
 def _row(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    width = COLUMN * (1.25 if panels == 1 else min(panels, 3) * 0.72)
+    width = COLUMN * (1.25 if panels == 1 else 1.8 if panels == 2 else 2.16)
     figure, axes = plt.subplots(1, panels, figsize=(width, height), squeeze=False)
     return figure, axes[0]
 
@@ -200,12 +199,15 @@ def _finish(figure: Figure) -> Figure:
     return figure
 
 
-def _legend_above(figure: Figure, axis: Axes) -> Figure:
+def _legend_above(figure: Figure, axes: Sequence[Axes]) -> Figure:
     """One legend for all panels, where no curve is."""
-    handles, names = axis.get_legend_handles_labels()
-    rows = -(-len(names) // 4)
-    columns = -(-len(names) // rows)
-    figure.legend(handles, names, loc="upper center", ncols=columns, fontsize="x-small")
+    named = {}
+    for axis in axes:
+        named |= {n: h for h, n in zip(*axis.get_legend_handles_labels(), strict=True)}
+    rows = -(-len(named) // 4)
+    columns = -(-len(named) // rows)
+    legend = {"loc": "upper center", "ncols": columns, "fontsize": "x-small"}
+    figure.legend(named.values(), named.keys(), **legend)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.08 * rows))
     return figure
 
