@@ -87,7 +87,9 @@ def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
     values = log_weight.double().cpu().numpy()
     if not np.isfinite(values).all():
         return math.inf
-    return float(arviz.psislw(values)[1])
+    # The Pareto fit tries shapes at which exp overflows; their likelihood is then 0, as it should.
+    with np.errstate(over="ignore"):
+        return float(arviz.psislw(values)[1])
 
 
 def normalised_weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:

@@ -59,7 +59,7 @@ def smoothing(
     return _legend_above(figure, axes)
 
 
-def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: tuple, label: str) -> None:
+def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: object, label: str) -> None:
     """Shade the central 95 % of draws at each time."""
     low, _, high = np.quantile(x.numpy(), BAND_LEVELS, axis=0)
     axis.fill_between(t, low, high, color=color, alpha=0.25, lw=0, label=label)
@@ -112,7 +112,7 @@ def marginals(
             sns.kdeplot(x=values[:, j].numpy(), weights=w, ax=axis, cut=0, **style)
         if truth is not None:
             axis.axvline(truth[j], color=TRUTH, lw=1, ls=":", label="true value")
-        ends = [np.quantile(values[:, j].numpy(), (0.002, 0.998)) for values in draws.values()]
+        ends = [np.quantile(values[:, j].numpy(), (0.01, 0.99)) for values in draws.values()]
         ends += [curve[j][0].numpy() for curve in (curves or {}).values()]
         axis.set_xlim(min(part.min() for part in ends), max(part.max() for part in ends))
         axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
@@ -155,7 +155,7 @@ def elbo_trace(
 
 
 def compare_bands(
-    t: Sequence[float],
+    t: Sequence[float | int],
     ours: Sequence[Float[Tensor, "levels time"]],
     reference: Sequence[Float[Tensor, "levels time"]],
     labels: Sequence[str],
@@ -191,7 +191,7 @@ def compare_bands(
 def _row(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
     width = COLUMN * (1.25 if panels == 1 else 1.8 if panels == 2 else 2.16)
     figure, axes = plt.subplots(1, panels, figsize=(width, height), squeeze=False)
-    return figure, axes[0]
+    return figure, list(axes[0])
 
 
 def _finish(figure: Figure) -> Figure:

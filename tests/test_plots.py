@@ -1,0 +1,61 @@
+"""Figures of any fit: the axes say what they show."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from matplotlib import pyplot as plt  # noqa: E402
+
+from lib import plots  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def test_smoothing_draws_paths_points_and_truth():
+    t, x = torch.linspace(0, 1, 11), torch.randn(60, 11, 2)
+    figure = plots.smoothing(
+        t, x, ["a", "b (m)"], time_label="day", points={1: (t, t)}, truth=(t, t), num_paths=7
+    )
+    first, second = figure.axes
+    assert first.get_ylabel() == "a" and second.get_ylabel() == "b (m)"
+    assert first.get_xlabel() == second.get_xlabel() == "day"
+    long = [[line for line in axis.lines if len(line.get_xdata()) == 11] for axis in figure.axes]
+    assert [len(lines) for lines in long] == [8, 8]  # 7 paths, and the truth or the points
+
+
+def test_band_holds_95_percent():
+    """Kills another interval than the label says."""
+    axis = plt.subplots()[1]
+    x = torch.linspace(0, 1, 1001)[:, None].expand(-1, 3)
+    plots.band(axis, torch.arange(3.0), x, "C0", "95 %")
+    heights = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(0.025) and heights.max() == pytest.approx(0.975)
+
+
+def test_marginals_have_one_panel_a_parameter():
+    draws = {"q": torch.randn(200, 2), "MH": torch.randn(200, 2)}
+    curve = (torch.linspace(-3, 3, 50), torch.ones(50))
+    figure = plots.marginals(draws, ["a", "b"], curves={"exact": [curve, curve]}, truth=[0.0, 1.0])
+    assert [axis.get_xlabel() for axis in figure.axes] == ["a", "b"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["exact", "q", "MH", "true value"]
+
+
+def test_elbo_trace_survives_skipped_steps():
+    elbo = np.linspace(-10, -1, 120)
+    elbo[5] = np.nan
+    (axis,) = plots.elbo_trace(elbo, np.arange(120.0), log_evidence=-0.5).axes
+    assert "nats" in axis.get_ylabel() and axis.get_ylim()[1] > -0.5
+
+
+def test_compare_bands():
+    bands = torch.tensor([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]])
+    figure = plots.compare_bands([1, 2], [bands], [bands + 1], ["I"], time_label="day")
+    assert figure.axes[0].get_xlabel() == "day" and len(figure.axes[0].containers) == 2
