@@ -23,7 +23,9 @@ def test_normal_log_weights():
     assert report.elbo_se == pytest.approx(s / math.sqrt(400_000), rel=0.01)
     assert report.log_evidence == pytest.approx(s**2 / 2, abs=0.005)
     assert report.ess_fraction == pytest.approx(math.exp(-(s**2)), abs=0.01)
+    assert report.k_hat < 0.5
     assert not report.flagged and report.verdict.startswith("No fault seen")
+    assert "ELBO 0.1" in report.verdict and "effective share 0.78" in report.verdict
 
 
 @pytest.mark.parametrize("shape", [0.3, 0.9])
@@ -55,6 +57,31 @@ def test_each_fault_is_flagged_in_words(log_weight, converged, words):
     """Kills a NaN that passes because a comparison with it is false."""
     report = diagnose(log_weight, 200, converged, "the run was cut")
     assert report.flagged and report.verdict.startswith("Flagged: ") and words in report.verdict
+
+
+def test_the_gap_that_is_allowed_grows_with_the_path():
+    """ELBO 0.9 nats below: too much for 100 unknowns, not for 300. Kills a fixed limit."""
+    log_weight = 1.35 * torch.randn(10_000).clamp(-3, 3)
+    short, long = (diagnose(log_weight, size, True, "") for size in (100, 300))
+    assert 0.8 < short.log_evidence - short.elbo < 1.0
+    assert "nats below the evidence, more than 0.75" in short.verdict and short.flagged
+    assert not long.flagged
+
+
+def test_every_fault_is_named():
+    log_weight = -1.2 * torch.rand(20_000).log()
+    verdict = diagnose(log_weight, 0, False, "stopped at step 9").verdict
+    for words in ("stopped at step 9;", "k-hat is 1.", "effective share", "more than 0.50."):
+        assert words in verdict
+    bad = diagnose(torch.tensor([0.0] * 99 + [math.inf]), 0, True, "")
+    assert bad.flagged and bad.k_hat == math.inf and "not finite" in bad.verdict
+
+
+def test_a_weight_of_zero_hides_its_value():
+    """Kills weights that are not carried along when the values are sorted."""
+    values, weights = torch.tensor([5.0, 1.0, 9.0, 3.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
+    low, high = weighted_quantile(values, torch.tensor([0.25, 0.75]), weights)
+    assert (float(low), float(high)) == (3.0, 5.0)
 
 
 def test_weighted_quantiles_are_those_of_repeated_values():
