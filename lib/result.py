@@ -1,6 +1,7 @@
 """What a fit returns: draws with their densities, diagnostics, predictions, files."""
 
 import copy
+import pickle
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.data import Observations
+from lib.data import Grid, Observations
 from lib.diagnostics import Diagnostics, arviz, diagnose
 from lib.posterior import Family, VariationalPosterior
 from lib.sde import EulerMaruyama
@@ -104,7 +105,7 @@ class FitResult:
         t0 = obs.t0 + obs.num_steps * obs.dt
         euler = EulerMaruyama(self.model.sde, obs.dt)
         x = euler.simulate(draws.x[:, -1], draws.theta, noise, t0)[:, 1:]
-        alive = self.model.sde.alive(x).all(-1)
+        alive = (self.model.sde.alive(x) & x.isfinite().all(-1)).all(-1)
         y = self._observe(x[alive], draws.theta[alive], generator)
         t = t0 + obs.dt * torch.arange(1, steps + 1, dtype=x.dtype)
         return Forecast(t, x[alive], y, float(alive.double().mean()))
@@ -149,7 +150,12 @@ class FitResult:
 
 def load_fit(path: str | Path, model: StateSpaceModel, observations: Observations) -> FitResult:
     """Read a saved fit; refuses, with a sentence, a file made with another model or other data."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as err:
+        raise ValueError(f"{path} must be a file written by FitResult.save; got another.") from err
+    if not (isinstance(saved, dict) and "identity" in saved):
+        raise ValueError(f"{path} must be a file written by FitResult.save; got another.")
     for key, here in _identity(model, observations).items():
         if saved["identity"][key] != here:
             raise ValueError(
@@ -169,12 +175,21 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
 
 def _identity(model: StateSpaceModel, observations: Observations) -> dict[str, object]:
     """What a fit's file must share with the model and data that it is loaded with."""
+    # Densities have no names to compare, so they are compared by their values at a fixed point.
+    point = torch.linspace(-0.5, 0.5, model.num_theta, dtype=torch.float64)[None]
+    x = torch.ones(1, 2, model.num_states, dtype=torch.float64)
+    grid = observations.grid()
+    pair = Grid(grid.t[:2], grid.y[:2], torch.ones_like(grid.y[:2]), grid.dt)
     return {
         "theta_names": list(model.theta_names),
         "state_names": list(model.state_names),
+        "positive_states": list(model.positive_states),
+        "x0": [model.x0_fixed.tolist(), model.x0_value.tolist()],
+        "t0": observations.t0,
         "dt": observations.dt,
         "times": observations.times.tolist(),
         "y": [[None if v != v else v for v in row] for row in observations.y.tolist()],
+        "density at a test point": [f"{float(t):.12g}" for t in model.log_joint(point, x, pair)],
     }
 
 

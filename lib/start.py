@@ -45,9 +45,9 @@ def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
     spread = 0.5 * (high - low)
     x0 = x0.median(0).values
     residuals = _Residuals(model, grid, x0, median, spread)
-    candidates = torch.cat([draws, median[None]])
+    candidates = torch.cat([median[None], draws])
     cost = residuals(candidates).square().sum(-1).nan_to_num(torch.inf)
-    best = candidates[cost.argsort()[:NUM_REFINED]]
+    best = candidates[cost.argsort(stable=True)[:NUM_REFINED]]
     vartheta = _least_squares(residuals, best)
     path = residuals.path(vartheta[None])[0]
     vartheta = _noise_scale(model, grid, vartheta, path)

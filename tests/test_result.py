@@ -196,7 +196,6 @@ class Explosive(lib.OrnsteinUhlenbeck):
         return 1e3 * x**3
 
 
-@pytest.mark.xfail(reason="forecast keeps NaN paths of states that are not positive", strict=True)
 def test_forecast_drops_paths_that_blow_up(fits):
     fit = fits["ou"]
     prior = Normal(torch.zeros(3), 1.0)
@@ -250,7 +249,6 @@ def test_a_fit_of_another_model_or_of_other_data_is_refused(fits, tmp_path):
         lib.load_fit(tmp_path / "fit.pt", ou.model, finer)
 
 
-@pytest.mark.xfail(reason="x0, prior, F, sigma and t0 are not in the file's identity", strict=True)
 @pytest.mark.parametrize("what", ["x0", "random x0", "prior", "F", "sigma", "t0"])
 def test_a_fit_of_a_model_with_the_same_names_is_refused(fits, tmp_path, what):
     fit = fits["ou"]
