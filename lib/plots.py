@@ -121,37 +121,33 @@ def marginals(
 
 
 def elbo_trace(
-    elbo: np.ndarray | Mapping[str, np.ndarray],
-    seconds: np.ndarray | None = None,
-    log_evidence: float | None = None,
-    window: int = 50,
+    runs: Mapping[str, np.ndarray], log_evidence: float | None = None, window: int = 50
 ) -> Figure:
-    """ELBO against step, smoothed over ``window`` steps, with the evidence it cannot exceed.
+    """ELBO against step; where log p(y) is known, its distance from the ELBO on a log axis.
 
     Args:
-        elbo: Of one run, or name → of each run.
-        seconds: Clock of the run; its last entry goes into the axis label.
-        log_evidence: log p(y), if it is known.
+        runs: Name → ELBO of each step; NaN where a step was skipped.
+        log_evidence: log p(y), which no ELBO exceeds.
         window: Steps averaged by the line; the values of single steps lie behind it.
     """
     figure, (axis,) = _row(1, height=2.4)
-    runs = elbo if isinstance(elbo, Mapping) else {"ELBO": elbo}
-    for k, (name, values) in enumerate(runs.items()):
-        style = {"color": PALETTE[k % len(PALETTE)]}
-        span = min(window, len(values))
+    for k, (name, elbo) in enumerate(runs.items()):
+        values = elbo if log_evidence is None else log_evidence - elbo
+        style, span = {"color": PALETTE[k % len(PALETTE)]}, min(window, len(values))
         smooth = np.convolve(values, np.ones(span) / span, "valid")
         axis.plot(np.arange(1, len(values) + 1), values, lw=0.3, alpha=0.3, **style)
-        axis.plot(np.arange(span, len(values) + 1), smooth, lw=1.3, label=name, **style)
-    if log_evidence is not None:
-        axis.axhline(log_evidence, color=INK, lw=1, ls="--", label="log evidence")
-    usable = np.concatenate([values[np.isfinite(values)] for values in runs.values()])
-    top = usable.max() if log_evidence is None else max(usable.max(), log_evidence)
-    axis.set_ylim(np.quantile(usable, 0.1) - 5, top + 2)
-    clock = "" if seconds is None else f" ({seconds[-1]:.0f} s in all)"
-    axis.set(xlabel=f"step{clock}", ylabel="ELBO (nats)")
-    axis.legend(fontsize="x-small", loc="lower right")
+        axis.plot(
+            np.arange(span, len(values) + 1), smooth, lw=1.3, label=name, ls=LINES[k % 4], **style
+        )
+    if log_evidence is None:
+        usable = np.concatenate([elbo[np.isfinite(elbo)] for elbo in runs.values()])
+        axis.set_ylim(np.quantile(usable, 0.1) - 5, usable.max() + 2)
+    else:
+        axis.set_yscale("log")
+    ylabel = "ELBO (nats)" if log_evidence is None else "log p(y) − ELBO (nats)"
+    axis.set(xlabel="step", ylabel=ylabel)
     sns.despine(figure)
-    return _finish(figure)
+    return _legend_above(figure, [axis])
 
 
 def compare_bands(

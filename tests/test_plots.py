@@ -48,11 +48,15 @@ def test_marginals_have_one_panel_a_parameter():
     assert names == ["exact", "q", "MH", "true value"]
 
 
-def test_elbo_trace_survives_skipped_steps():
-    elbo = np.linspace(-10, -1, 120)
+def test_elbo_trace_shows_the_gap_where_the_evidence_is_known():
+    """Kills the sign of the gap, and a skipped step that empties the figure."""
+    elbo = np.linspace(-10.0, -1.0, 120)
     elbo[5] = np.nan
-    (axis,) = plots.elbo_trace(elbo, np.arange(120.0), log_evidence=-0.5).axes
-    assert "nats" in axis.get_ylabel() and axis.get_ylim()[1] > -0.5
+    (axis,) = plots.elbo_trace({"a run": elbo}).axes
+    assert axis.get_ylabel() == "ELBO (nats)" and axis.get_ylim()[1] > -1
+    (axis,) = plots.elbo_trace({"a run": elbo}, log_evidence=-0.5).axes
+    assert axis.get_ylabel() == "log p(y) − ELBO (nats)" and axis.get_yscale() == "log"
+    assert axis.lines[0].get_ydata()[-1] == pytest.approx(0.5)
 
 
 def test_compare_bands():
