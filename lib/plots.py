@@ -200,7 +200,9 @@ def _legend_above(figure: Figure, axes: Sequence[Axes]) -> Figure:
     named = {}
     for axis in axes:
         named |= {n: h for h, n in zip(*axis.get_legend_handles_labels(), strict=True)}
-    rows = -(-len(named) // 4)
+    longest = max(len(name) for name in named)
+    fitting = int(figure.get_figwidth() / (0.45 + 0.05 * longest))  # inches: handle and letters
+    rows = -(-len(named) // max(1, min(4, fitting)))
     columns = -(-len(named) // rows)
     legend = {"loc": "upper center", "ncols": columns, "fontsize": "x-small"}
     figure.legend(named.values(), named.keys(), **legend)

@@ -59,6 +59,15 @@ def test_elbo_trace_shows_the_gap_where_the_evidence_is_known():
     assert axis.lines[0].get_ydata()[-1] == pytest.approx(0.5)
 
 
+def test_long_legends_stay_inside_the_figure():
+    """Kills a fixed number of columns: four long names are wider than one panel."""
+    runs = {f"study preset, seed {seed}": np.linspace(-10.0, -1.0, 120) for seed in range(4)}
+    figure = plots.elbo_trace(runs)
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_compare_bands():
     bands = torch.tensor([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]])
     figure = plots.compare_bands([1, 2], [bands], [bands + 1], ["I"], time_label="day")
