@@ -20,16 +20,22 @@ def centred_features(grid: Grid, k: int) -> Float[Tensor, "time features"]:
     (log1p, over k) and the standardised y interpolated between observations.
     """
     observed = grid.observed
-    count = observed.sum(0).clamp(min=1.0)
-    mean = (grid.y * observed).sum(0) / count
-    sd = (((grid.y - mean) * observed).square().sum(0) / count).sqrt()
-    y = (grid.y - mean) / torch.where(sd > 0, sd, torch.ones_like(sd)) * observed
+    mean, sd = mean_sd(grid)
+    y = (grid.y - mean) / sd * observed
     series = torch.cat([y, observed, torch.ones_like(grid.t)[:, None]], -1)
     clocks = [torch.linspace(-1, 1, len(grid.t), dtype=y.dtype, device=y.device)[:, None]]
     for seen in (observed, observed.flip(0)):
         since = steps_since(seen)
         clocks.append(torch.log1p(since if seen is observed else since.flip(0)) / k)
     return torch.cat([windows(series, k, -k, k), *clocks, interpolate(y, observed)], -1)
+
+
+def mean_sd(grid: Grid) -> tuple[Float[Tensor, " obs"], Float[Tensor, " obs"]]:
+    """Mean and sd of each component over its observations; sd 1 where it does not vary."""
+    count = grid.observed.sum(0).clamp(min=1.0)
+    mean = (grid.y * grid.observed).sum(0) / count
+    sd = (((grid.y - mean) * grid.observed).square().sum(0) / count).sqrt()
+    return mean, torch.where(sd > 0, sd, torch.ones_like(sd))
 
 
 def windows(

@@ -20,6 +20,7 @@ class MaskedLinear(nn.Linear):
         self.register_buffer("mask", mask)
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        """(W∘mask)·x + b."""
         return nn.functional.linear(x, self.weight * self.mask, self.bias)
 
 

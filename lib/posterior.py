@@ -1,6 +1,5 @@
 """The variational posterior q(ϑ, x) = q(ϑ) q(x | ϑ) (section 3; eqs. 11-16)."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,11 +12,10 @@ from lib.data import Grid
 from lib.features import centred_features, past_features
 from lib.gauss_markov import GaussMarkov
 from lib.local_iaf import LocalIAF
-from lib.maf import MAF
+from lib.maf import LOG_2PI, MAF
 from lib.ssm import StateSpaceModel
 from lib.start import Start
 
-LOG_2PI = math.log(2 * math.pi)
 # Added to positive states: softplus underflows to 0 below -87 in float32, and log 0 breaks log β.
 # A shift leaves the Jacobian exact; the posterior mass below it is nil.
 POSITIVE_FLOOR = 1e-15

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.features import interpolate, steps_since
+from lib.features import interpolate, mean_sd, steps_since
 from lib.ssm import StateSpaceModel
 
 NUM_DRAWS = 2000
@@ -63,10 +63,7 @@ class _Residuals:
     ) -> None:
         self.model, self.grid, self.x0 = model, grid, x0
         self.median, self.spread = median, spread
-        count = grid.observed.sum(0).clamp(min=1.0)
-        mean = (grid.y * grid.observed).sum(0) / count
-        sd = (((grid.y - mean) * grid.observed).square().sum(0) / count).sqrt()
-        self.scale = RESIDUAL_SHARE * torch.where(sd > 0, sd, torch.ones_like(sd))
+        self.scale = RESIDUAL_SHARE * mean_sd(grid)[1]
 
     def path(self, vartheta: Tensor) -> Tensor:
         """Euler steps of the drift alone, (batch, N+1, p)."""

@@ -153,7 +153,7 @@ class _Run:
         """Take ``num_steps`` steps; returns the history and, if it had to stop, why."""
         parameters = [w for w in self.q.parameters() if w.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0, betas=BETAS, fused=True)
-        step = make_step(lambda noise, alpha: self.loss(noise, alpha), parameters, optimizer)
+        step = make_step(self.loss, parameters, optimizer)
         device = self.grid.y.device
         generator = torch.Generator(device).manual_seed(seed)
         trace = torch.full((config.num_steps,), torch.nan, dtype=torch.float64, device=device)
@@ -208,6 +208,7 @@ def make_step(
     """
 
     def step(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the step; see above."""
         optimizer.zero_grad(set_to_none=True)
         value, reported = loss(noise, alpha)
         value.backward()

@@ -122,7 +122,7 @@ OUTPUTS = {
     "widget data": nbformat.v4.new_output(
         "display_data", data={"application/vnd.jupyter.widget-view+json": {}, "text/plain": "0%"}
     ),
-    "absolute path": nbformat.v4.new_output("stream", text="saved to /home/me/figure.png"),
+    "absolute path": nbformat.v4.new_output("stream", text="saved to /opt/me/figure.png"),
 }
 
 

@@ -272,3 +272,12 @@ def test_counts_are_checked(fits):
         for call in (fits["ou"].draws, lambda n: fits["ou"].forecast(n, 5)):
             with pytest.raises(ValueError, match=f"a whole number, 1 or more; got {bad}"):
                 call(bad)
+
+
+def test_a_file_that_is_no_fit_is_refused(fits, tmp_path):
+    """Kills a raw KeyError or UnpicklingError."""
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("not a fit")
+    for name in ("other.pt", "text.pt"):
+        with pytest.raises(ValueError, match="must be a file written by FitResult.save"):
+            lib.load_fit(tmp_path / name, fits["ou"].model, fits["ou"].observations)
