@@ -1,7 +1,9 @@
 """Black-box autoregressive density estimation for state-space models (Ryder et al. 2018)."""
 
+from lib.agreement import Agreement, compare_fits
+from lib.config import FitConfig
 from lib.data import Observations, data_path, read_csv
-from lib.diagnostics import Diagnostics
+from lib.diagnostics import Diagnostics, Marginals
 from lib.kalman import (
     FilterResult,
     LinearGaussian,
@@ -15,13 +17,14 @@ from lib.quadrature import QuadraturePosterior, ou_posterior
 from lib.result import Draws, FitResult, Forecast, load_fit
 from lib.sde import SDE, SIR, EulerMaruyama, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
-from lib.train import FitConfig, fit
+from lib.train import fit
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SDE",
     "SIR",
+    "Agreement",
     "Diagnostics",
     "Draws",
     "EulerMaruyama",
@@ -33,11 +36,13 @@ __all__ = [
     "GaussianObservation",
     "LinearGaussian",
     "MHResult",
+    "Marginals",
     "Observations",
     "OrnsteinUhlenbeck",
     "QuadraturePosterior",
     "StateSpaceModel",
     "VariationalPosterior",
+    "compare_fits",
     "data_path",
     "fit",
     "forward_filter",

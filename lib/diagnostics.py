@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 with warnings.catch_warnings():
@@ -16,6 +16,24 @@ with warnings.catch_warnings():
 
 K_HAT_LIMIT = 0.7
 ESS_LIMIT = 0.1
+LEVELS = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
+UNSEEN_LIMIT = 0.05
+UNSEEN_ESS = 3.0
+WIDE_ESS = 20
+
+
+class SecondLook(NamedTuple):
+    """Draws of q(ϑ) and of a wider proposal, x from q(x | ϑ): they see what q(ϑ) never visits.
+
+    Attributes:
+        log_weight: log p(ϑ, x, y) − log m(ϑ) q(x | ϑ), m(ϑ) the mixture of both by their counts.
+        wide: Which draws are the wider proposal's.
+        outside: Where q(ϑ) has next to no mass: log q(ϑ) below the 0.1 % quantile of q's own draws.
+    """
+
+    log_weight: Float[Tensor, " mc"]
+    wide: Bool[Tensor, " mc"]
+    outside: Bool[Tensor, " mc"]
 
 
 class Diagnostics(NamedTuple):
@@ -27,6 +45,9 @@ class Diagnostics(NamedTuple):
         ess_fraction: (Σw)² / (n Σw²), between 0 and 1.
         k_hat: Pareto shape of the largest weights (PSIS); above 0.7 weighted numbers mislead.
         flagged: Whether something is wrong; ``verdict`` says what, in words.
+        wide_log_evidence: log mean w of the second look, another estimate of log p(y).
+        unseen: Share of the second look's weight where q(ϑ) has next to no mass.
+        unseen_ess: How many effective draws carry that share.
     """
 
     elbo: float
@@ -36,44 +57,115 @@ class Diagnostics(NamedTuple):
     k_hat: float
     flagged: bool
     verdict: str
+    wide_log_evidence: float = math.nan
+    unseen: float = math.nan
+    unseen_ess: float = math.nan
 
 
 def diagnose(
-    log_weight: Float[Tensor, " mc"], path_size: int, converged: bool, reason: str
+    log_weight: Float[Tensor, " mc"],
+    path_size: int,
+    converged: bool,
+    reason: str,
+    second: SecondLook | None = None,
 ) -> Diagnostics:
     """Summarise the log weights of fresh draws and say in words whether to trust the fit.
 
     Flagged: k-hat > 0.7, or ESS fraction < 0.1, or log evidence − ELBO > 0.5·(1 + p·N/200), or not
-    converged, or a weight that is not finite.
+    converged, or a weight that is not finite, or what ``second_faults`` finds.
 
     Args:
         log_weight: log p(ϑ, x, y) − log q(ϑ, x), unnormalised.
         path_size: p·N, the number of unknown path values.
         converged: The fit's own verdict, with its ``reason``.
+        second: Weights of draws that go beyond q(ϑ).
     """
-    n = len(log_weight)
-    log_evidence = float(torch.logsumexp(log_weight, 0)) - math.log(n)
-    mean, se = float(log_weight.mean()), float(log_weight.std()) / math.sqrt(n)
-    ess, k = ess_fraction(log_weight), k_hat(log_weight)
-    faults = [] if converged else [reason]
+    log_evidence, se = log_mean(log_weight), float(log_weight.std()) / math.sqrt(len(log_weight))
+    mean, ess, k = float(log_weight.mean()), ess_fraction(log_weight), k_hat(log_weight)
+    gap, limit = log_evidence - mean, gap_limit(path_size)
+    faults = ([] if converged else [reason]) + _first_faults(mean, k, ess, gap, limit)
+    wide, notes = (), []
+    if second is not None:
+        wide, notes = (log_mean(second.log_weight), *unseen(second)), second_notes(second)
+        faults += second_faults(second, mean, limit)
+    found = f"k-hat {k:.2f}, effective share {ess:.2f}, ELBO {max(gap, 0.0):.2f} nats below the "
+    found += "weighted evidence" + (f", {wide[1]:.1%} of the mass beyond q(ϑ)" if wide else "")
+    first = "Flagged: " + "; ".join(faults) if faults else "No fault seen: " + found
+    verdict = ". ".join([first, *notes]) + "."
+    return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict, *wide)
+
+
+def _first_faults(mean: float, k: float, ess: float, gap: float, limit: float) -> list[str]:
+    faults = []
     if not math.isfinite(mean):
         faults.append("some draws have a weight that is not finite")
     if not k <= K_HAT_LIMIT:
         faults.append(f"k-hat is {k:.2f}, above 0.7: do not trust the weighted numbers")
     if not ess >= ESS_LIMIT:
         faults.append(f"the effective share of the draws is {ess:.3f}, below 0.1")
-    gap, limit = log_evidence - mean, 0.5 * (1 + path_size / 200)
     if not gap <= limit:
         faults.append(f"the ELBO is {gap:.2f} nats below the evidence, more than {limit:.2f}")
-    verdict = (
-        "Flagged: " + "; ".join(faults) + "."
-        if faults
-        else (
-            f"No fault seen: k-hat {k:.2f}, effective share {ess:.2f}, "
-            f"ELBO {max(gap, 0.0):.2f} nats below the weighted evidence."
+    return faults
+
+
+def unseen(second: SecondLook) -> tuple[float, float]:
+    """Share of the weight that lies outside q(ϑ), and the effective number of draws there."""
+    weight = torch.softmax(second.log_weight, 0)
+    return float(weight[second.outside].sum()), _ess(second.log_weight[second.outside])
+
+
+def second_faults(second: SecondLook, elbo: float, limit: float) -> list[str]:
+    """What the wider draws hold against the fit, beyond their own noise.
+
+    More than 5 % of the mass outside q(ϑ), carried by at least UNSEEN_ESS effective draws; or a log
+    evidence more than ``limit`` and two of its standard errors above the ELBO.
+    """
+    faults, (share, ess) = [], unseen(second)
+    if share > UNSEEN_LIMIT and ess >= UNSEEN_ESS:
+        faults.append(
+            f"{share:.0%} of the posterior mass found lies where q(ϑ) has next to none: "
+            "it is too narrow or misses a mode"
         )
-    )
-    return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict)
+    n, gap = len(second.log_weight), log_mean(second.log_weight) - elbo
+    if not gap - 2 * math.sqrt(max(1 / _ess(second.log_weight) - 1 / n, 0.0)) <= limit:
+        faults.append(
+            f"draws from a wider q(ϑ) put the evidence {gap:.2f} nats above the ELBO, more than "
+            f"{limit:.2f}"
+        )
+    return faults
+
+
+def second_notes(second: SecondLook) -> list[str]:
+    """What the wider draws are too few to decide."""
+    (share, ess), reach = unseen(second), _ess(second.log_weight[second.wide])
+    if share > UNSEEN_LIMIT and ess < UNSEEN_ESS:
+        return [
+            f"There may be mass beyond q(ϑ): {share:.0%} of the weight, but on draws that "
+            f"count as {ess:.1f}; look again with more draws, or from another start"
+        ]
+    if reach < WIDE_ESS:
+        return [
+            f"The second look says nothing about modes that q(ϑ) misses: its wider draws count as "
+            f"{reach:.1f}, fewer than {WIDE_ESS}"
+        ]
+    return []
+
+
+def gap_limit(path_size: int) -> float:
+    """Nats by which an ELBO may lie below an evidence: 0.5·(1 + p·N/200)."""
+    return 0.5 * (1 + path_size / 200)
+
+
+def log_mean(log_weight: Float[Tensor, " mc"]) -> float:
+    """Log of the mean weight."""
+    return float(torch.logsumexp(log_weight, 0)) - math.log(len(log_weight))
+
+
+def _ess(log_weight: Float[Tensor, " mc"]) -> float:
+    """Kish's effective sample size (Σw)² / Σw²; 0 without any weight."""
+    if not len(log_weight) or log_weight.max() == -math.inf:
+        return 0.0
+    return len(log_weight) * ess_fraction(log_weight)
 
 
 def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
@@ -92,9 +184,41 @@ def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
         return float(arviz.psislw(values)[1])
 
 
-def normalised_weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
-    """Self-normalised importance weights, summing to 1."""
-    return torch.softmax(log_weight, 0)
+def psis_weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
+    """Self-normalised importance weights, summing to 1, the largest ones Pareto-smoothed (PSIS)."""
+    with np.errstate(over="ignore"):
+        smoothed, _ = arviz.psislw(log_weight.double().cpu().numpy())
+    return torch.as_tensor(smoothed, dtype=log_weight.dtype).exp()
+
+
+class Marginals(NamedTuple):
+    """Quantiles of each component of ϑ: of q's draws, and of the same draws importance-weighted.
+
+    Attributes:
+        names: Of the d parameters; ϑ is the logarithm of a positive one.
+        levels: Of the quantiles, between 0 and 1.
+        raw: (d, levels), of the draws.
+        weighted: (d, levels), with PSIS weights; not to be trusted where ``k_hat`` exceeds 0.7.
+        k_hat: Pareto shape of the weights.
+    """
+
+    names: tuple[str, ...]
+    levels: np.ndarray
+    raw: np.ndarray
+    weighted: np.ndarray
+    k_hat: float
+
+
+def marginals(
+    names: tuple[str, ...], vartheta: Float[Tensor, "mc theta"], log_weight: Float[Tensor, " mc"]
+) -> Marginals:
+    """Raw and weighted quantiles of each component of ϑ, at ``LEVELS``."""
+    levels, weights = torch.tensor(LEVELS, dtype=vartheta.dtype), psis_weights(log_weight)
+    raw, weighted = (
+        torch.stack([weighted_quantile(column, levels, w) for column in vartheta.T]).numpy()
+        for w in (None, weights)
+    )
+    return Marginals(tuple(names), np.array(LEVELS), raw, weighted, k_hat(log_weight))
 
 
 def weighted_quantile(

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
+from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.ssm import StateSpaceModel
 
@@ -19,6 +20,7 @@ class Elbo(NamedTuple):
     """
 
     value: Float[Tensor, ""]
+    conditional: Float[Tensor, ""]
     log_prior: Float[Tensor, " mc"]
     log_x0: Float[Tensor, " mc"]
     log_transition: Float[Tensor, " mc"]
@@ -33,6 +35,8 @@ def elbo(
     grid: Grid,
     noise: Noise,
     alpha: Float[Tensor, ""] | float = 1.0,
+    path_gradient: bool = False,
+    wide: int = 0,
 ) -> Elbo:
     r"""ELBO :math:`E_q[\log p(\vartheta, x, y) - \alpha \log q(\vartheta) - \log q(x|\vartheta)]`.
 
@@ -42,8 +46,19 @@ def elbo(
         grid: The data on the grid.
         noise: Standard normal noise; the estimate is a pure function of it.
         alpha: Tempering α of q(ϑ); 1 is no tempering.
+        wide: How many draws, the last ones, train q(x | ϑ) alone, at ϑ further out.
+        path_gradient: Differentiate log q through the draws alone; the value is the same.
     """
-    sample = q(noise)
+    sample = q(noise, wide)
+    if path_gradient:
+        sample = with_path_gradient(q, noise, sample)
     joint = model.log_joint(sample.vartheta, sample.x, grid)
-    value = joint.total - alpha * sample.log_q_theta - sample.log_q_x
-    return Elbo(value.mean(), *joint, sample.log_q_theta, sample.log_q_x)
+    value = joint.total - sample.log_q_x
+    inner = len(value) - wide
+    conditional = value[inner:] - joint.log_prior[inner:]
+    value = value[:inner] - alpha * sample.log_q_theta[:inner]
+    return Elbo(
+        value.mean(),
+        conditional.sum() / inner,
+        *(term[:inner] for term in (*joint, sample.log_q_theta, sample.log_q_x)),
+    )

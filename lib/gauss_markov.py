@@ -6,7 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.network import Conditioner, ThetaTaps, lower_product, soft_bound
+from lib.network import (
+    Conditioner,
+    ThetaTaps,
+    lower_product,
+    soft_bound,
+    solve_lower_transposed,
+)
 
 
 def compose(
@@ -84,16 +90,35 @@ class GaussMarkov(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
         """Return (u, log diagonal of du/dz)."""
-        p = self.num_states
-        out = self.network(None, features, theta)
-        a = bound_rows(out[..., : p * p].unflatten(-1, (p, p)))
-        b, s = out[..., p * p : p * p + p], soft_bound(out[..., p * p + p : p * p + 2 * p])
+        a, b, s, entries = self._coefficients(features, theta)
         c = b + s.exp() * z
         if self.taps is not None:
             c = c + self.taps(features, theta)
-        if p > 1:
-            c = c + lower_product(out[..., p * p + 2 * p :], z)
+        if self.num_states > 1:
+            c = c + lower_product(entries, z)
         return backward_scan(a, c), s
+
+    def solve_transposed(
+        self,
+        g: Float[Tensor, "mc time state"],
+        z: Float[Tensor, "mc time state"],
+        free: Float[Tensor, "1 time state"],
+        features: Float[Tensor, "time features"],
+        theta: Float[Tensor, "mc theta"],
+    ) -> Float[Tensor, "mc time state"]:
+        """The w with J'w = g, J = du/dz = (I − A S)⁻¹ L; S shifts by one step, so w is local."""
+        a, _, s, entries = self._coefficients(features, theta)
+        y = solve_lower_transposed(entries, torch.exp(-s) * free, g)
+        back = (a * y[..., None]).sum(-2)
+        return y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
+
+    def _coefficients(self, features: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
+        """A, b, log diag L and the entries of L below its diagonal."""
+        p = self.num_states
+        a, b, s, entries = self.network(None, features, theta).split(
+            [p * p, p, p, p * (p - 1) // 2], -1
+        )
+        return bound_rows(a.unflatten(-1, (p, p))), b, soft_bound(s), entries
 
 
 def bound_rows(a: Float[Tensor, "*batch state state"]) -> Float[Tensor, "*batch state state"]:

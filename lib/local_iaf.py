@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.network import Conditioner, ThetaTaps, lower_product, soft_bound
+from lib.network import LOG_SCALE_BOUND, Conditioner, ThetaTaps, lower_product, soft_bound
 
 
 def past_windows(z: Float[Tensor, "mc time state"], length: int) -> Float[Tensor, "mc time window"]:
@@ -14,6 +14,32 @@ def past_windows(z: Float[Tensor, "mc time state"], length: int) -> Float[Tensor
     padded = nn.functional.pad(z, (0, 0, length, 0))
     # Slices, not `unfold`: the backward pass of `unfold` is many times slower on a CPU.
     return torch.cat([padded[:, j : j + z.shape[1]] for j in range(length)], -1)
+
+
+def solve_band_transposed(
+    band: Float[Tensor, "mc time state columns"],
+    g: Float[Tensor, "mc time state"],
+    free: Float[Tensor, "1 time state"],
+) -> Float[Tensor, "mc time state"]:
+    """Solve J'w = g for a lower band J; row (i, c) holds the columns of times i-k, …, i.
+
+    Where ``free`` is 0, so is w. Cost: two small operations for each time and component.
+    """
+    n, num_times, p, columns = band.shape
+    own = columns - p
+    # Time first, draws last: a row's columns are then one block of memory.
+    rows = band.permute(1, 2, 3, 0).contiguous()
+    inverse = free[0, ..., None] / rows[:, :, own:].diagonal(dim1=1, dim2=2).mT
+    rest = torch.cat([g.new_zeros(own, n), g.flatten(1).mT])
+    w = torch.empty_like(rest[own:])
+    # All views at once: taken one by one they cost more than the arithmetic.
+    blocks = rest.unfold(0, columns, p).mT.unbind()
+    values, scales = rest[own:].unbind(), inverse.flatten(0, 1).unbind()
+    lines = zip(w.unbind(), values, scales, rows.flatten(0, 1).unbind(), strict=True)
+    for m, (solved, value, scale, row) in reversed(list(enumerate(lines))):
+        torch.mul(value, scale, out=solved)
+        blocks[m // p].addcmul_(row, solved, value=-1)
+    return w.mT.unflatten(-1, (num_times, p))
 
 
 class LocalIAF(nn.Module):
@@ -81,3 +107,46 @@ class LocalIAF(nn.Module):
         s = soft_bound(s)
         y = s.exp() * z + mu
         return y + lower_product(out[..., 2 * p :], z) if self.coupling else y, s
+
+    def solve_transposed(
+        self,
+        g: Float[Tensor, "mc time state"],
+        z: Float[Tensor, "mc time state"],
+        free: Float[Tensor, "1 time state"],
+        features: Float[Tensor, "time features"],
+        theta: Float[Tensor, "mc theta"],
+    ) -> Float[Tensor, "mc time state"]:
+        """The w with J'w = g, J = dz'/dz: back substitution along time, J being a lower band."""
+        window, same_time = past_windows(z, self.window), []
+
+        def slope(out: Tensor) -> Tensor:
+            by_out, by_z = self._slopes(z, out)
+            same_time.append(by_z)
+            return by_out
+
+        band = self.network.pull_back(window, features, theta, slope)
+        if self.taps is not None:
+            band = band + self.taps.matrix(theta).mT[:, None]
+        return solve_band_transposed(torch.cat([band, same_time[0]], -1), g, free)
+
+    def _slopes(
+        self, z: Tensor, out: Tensor
+    ) -> tuple[Float[Tensor, "mc time state out"], Float[Tensor, "mc time state state"]]:
+        """dz'/d(outputs of the network) and dz'/dz at the same time, lower triangular."""
+        p = self.num_states
+        mu, s = out[..., :p], out[..., p : 2 * p]
+        if self.gate == "sigmoid":
+            sigma = torch.sigmoid(s)
+            by_mu, by_s, diag = 1 - sigma, sigma * (1 - sigma) * (z - mu), sigma
+        else:
+            s = soft_bound(s)
+            diag = s.exp()
+            by_mu, by_s = torch.ones_like(z), z * diag * (1 - (s / LOG_SCALE_BOUND).square())
+        by_out, by_z = [by_mu.diag_embed(), by_s.diag_embed()], diag.diag_embed()
+        if self.coupling:
+            rows, columns = torch.tril_indices(p, p, -1)
+            by_entry = z.new_zeros(*z.shape, len(rows))
+            by_entry[..., rows, torch.arange(len(rows))] = z[..., columns]
+            by_out.append(by_entry)
+            by_z[..., rows, columns] = out[..., 2 * p :]
+        return torch.cat(by_out, -1), by_z

@@ -50,9 +50,24 @@ class IAF(nn.Module):
         self, z: Float[Tensor, "mc theta"]
     ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
         """Return (z', log |det dz'/dz|)."""
-        mu, s = self.network(z).chunk(2, -1)
-        s = soft_bound(s)
+        mu, s = self._mu_s(z)
         return z * s.exp() + mu, s.sum(-1)
+
+    def inverse(
+        self, out: Float[Tensor, "mc theta"]
+    ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
+        """Return (z, log |det dz'/dz|) of z' = out, one component a pass: s_j, μ_j need z_{<j}."""
+        z, ladj = torch.zeros_like(out), torch.zeros_like(out[:, 0])
+        for j in range(out.shape[1]):
+            mu, s = self._mu_s(z)
+            z_j = (out[:, j] - mu[:, j]) * (-s[:, j]).exp()
+            z = torch.cat([z[:, :j], z_j[:, None], z[:, j + 1 :]], 1)
+            ladj = ladj + s[:, j]
+        return z, ladj
+
+    def _mu_s(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        mu, s = self.network(z).chunk(2, -1)
+        return mu, soft_bound(s)
 
 
 class MAF(nn.Module):
@@ -104,6 +119,15 @@ class MAF(nn.Module):
             log_q = log_q - ladj
         loc, log_scale = self.loc_scale()
         return loc + log_scale.exp() * z, log_q - log_scale.sum()
+
+    def log_prob(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, " mc"]:
+        """Log q(ϑ) at any ϑ: the exact inverse of ``forward``, d passes for each IAF step."""
+        loc, log_scale = self.loc_scale()
+        z, log_q = (vartheta - loc) * (-log_scale).exp(), -log_scale.sum()
+        for i, step in reversed(list(enumerate(self.steps))):
+            z, ladj = step.inverse(z)
+            z, log_q = z[:, getattr(self, f"permutation_{i}").argsort()], log_q - ladj
+        return log_q - 0.5 * (z.square() + LOG_2PI).sum(-1)
 
     def standardise(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
         """(ϑ − loc)/scale, without gradient through loc and scale."""

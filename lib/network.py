@@ -1,6 +1,6 @@
 """What the flows share: conditioner network (appendix B), taps, pieces of their affine maps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,20 @@ def lower_product(
     return torch.stack(rows, -1)
 
 
+def solve_lower_transposed(
+    entries: Float[Tensor, "mc time entries"],
+    inverse_diag: Float[Tensor, "mc time state"],
+    g: Float[Tensor, "mc time state"],
+) -> Float[Tensor, "mc time state"]:
+    """Solve L'w = g for each time, L lower triangular; where 1/diag L is 0, so is w."""
+    p = g.shape[-1]
+    w: list[Tensor] = [g[..., 0]] * p
+    for c in reversed(range(p)):
+        below = sum((entries[..., r * (r - 1) // 2 + c] * w[r] for r in range(c + 1, p)), 0.0)
+        w[c] = (g[..., c] - below) * inverse_diag[..., c]
+    return torch.stack(w, -1)
+
+
 class Conditioner(nn.Module):
     r"""Perceptron of (window of z, features of y, ϑ) with its first layer split by kind of input.
 
@@ -38,8 +52,9 @@ class Conditioner(nn.Module):
         num_theta: Length d of ϑ.
         hidden: Width of each hidden layer.
         initial: Output at the start of training; its length is the number of outputs.
-        skip: Add a linear path from ϑ to the outputs. Scales and weights follow ϑ almost linearly,
-            and the direct path learns that long before the ReLU layers do.
+        skip: Add to the outputs a path that is linear in ϑ, with weights linear in the features.
+            Scales and weights follow ϑ almost linearly, each time at its own slope, and the direct
+            path learns that long before the ReLU layers do.
 
     >>> network = Conditioner(4, 3, 2, hidden=(8,), initial=[0.0, 1.0])
     >>> network(torch.zeros(5, 7, 4), torch.zeros(7, 3), torch.zeros(5, 2)).shape
@@ -69,8 +84,11 @@ class Conditioner(nn.Module):
         self.out = nn.Linear(hidden[-1], len(initial))
         self.skip = None
         if skip:
-            self.skip = nn.Linear(num_theta, len(initial), bias=False)
+            self.skip = nn.Linear(num_features, num_theta * len(initial))
             nn.init.zeros_(self.skip.weight)
+            nn.init.zeros_(self.skip.bias)
+            # As in ThetaTaps: one step of Adam on all weights together stays small.
+            self.skip_gain = num_features**-0.5
         # A small last layer: the flow starts as the fixed map that `initial` describes.
         nn.init.normal_(self.out.weight, std=0.01 * hidden[-1] ** -0.5)
         with torch.no_grad():
@@ -83,14 +101,44 @@ class Conditioner(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> Float[Tensor, "mc time out"]:
         """Outputs at every time for every draw; pass ``None`` for a network without window."""
+        return self._read_out(self._activations(window, features, theta)[-1], features, theta)
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Weights between layers; the linear path from ϑ is left out, it starts at 0."""
+        parts = [self.from_window, self.from_features, self.from_theta, *self.hidden, self.out]
+        return [part.weight for part in parts if part is not None and min(part.weight.shape) > 1]
+
+    def pull_back(
+        self,
+        window: Float[Tensor, "mc time window"],
+        features: Float[Tensor, "time features"],
+        theta: Float[Tensor, "mc theta"],
+        slope: Callable[[Tensor], Float[Tensor, "mc time rows out"]],
+    ) -> Float[Tensor, "mc time rows window"]:
+        """Rows ``slope(outputs)`` times the Jacobian d outputs / d window, without autograd."""
+        h = self._activations(window, features, theta)
+        rows = slope(self._read_out(h[-1], features, theta)) @ self.out.weight
+        for layer, below in zip(reversed(self.hidden), reversed(h[1:]), strict=True):
+            rows = (rows * (below > 0)[..., None, :]) @ layer.weight
+        return (rows * (h[0] > 0)[..., None, :]) @ self.from_window.weight
+
+    def _activations(
+        self, window: Tensor | None, features: Tensor, theta: Tensor
+    ) -> list[Float[Tensor, "mc time hidden"]]:
         h = self.from_features(features) + self.from_theta(theta)[:, None]
         if self.from_window is not None:
             h = h + self.from_window(window)
-        h = h.relu()
+        h = [h.relu()]
         for layer in self.hidden:
-            h = layer(h).relu()
+            h.append(layer(h[-1]).relu())
+        return h
+
+    def _read_out(self, h: Tensor, features: Tensor, theta: Tensor) -> Tensor:
         out = self.out(h)
-        return out if self.skip is None else out + self.skip(theta)[:, None]
+        if self.skip is None:
+            return out
+        slopes = self.skip_gain * self.skip(features).unflatten(-1, (-1, theta.shape[-1]))
+        return out + (theta @ slopes.flatten(0, 1).mT).unflatten(-1, slopes.shape[:2])
 
 
 class ThetaTaps(nn.Module):
@@ -121,4 +169,13 @@ class ThetaTaps(nn.Module):
         self, inputs: Float[Tensor, "*#mc time inputs"], theta: Float[Tensor, "mc theta"]
     ) -> Float[Tensor, "mc time state"]:
         """Taps applied at every time; inputs with or without a Monte Carlo dimension."""
-        return inputs @ (self.gain * self.weights(theta)).unflatten(-1, self.shape)
+        return inputs @ self.matrix(theta)
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Weights between layers."""
+        layers = (self.weights[0].weight, self.weights[2].weight)
+        return [weight for weight in layers if min(weight.shape) > 1]
+
+    def matrix(self, theta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc inputs state"]:
+        """The taps w(ϑ)."""
+        return (self.gain * self.weights(theta)).unflatten(-1, self.shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 COLUMN = 3.5  # inches, one column of a journal page
 BAND_LEVELS = (0.025, 0.5, 0.975)
+FAN_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
 INK, TRUTH = "#222222", "#d55e00"
 PALETTE = sns.color_palette("colorblind")
 LINES = ("-", "--", ":", "-.")
@@ -63,6 +64,48 @@ def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: object, labe
     """Shade the central 95 % of draws at each time."""
     low, _, high = np.quantile(x.numpy(), BAND_LEVELS, axis=0)
     axis.fill_between(t, low, high, color=color, alpha=0.25, lw=0, label=label)
+
+
+def fan(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: object, label: str) -> None:
+    """The central 95 and 50 % of draws and their median at each time."""
+    low, lower, middle, upper, high = np.quantile(x.numpy(), FAN_LEVELS, axis=0)
+    outer = f"{label}: median, 50, 95 %"
+    axis.fill_between(t, low, high, color=color, alpha=0.28, lw=0, label=outer)
+    axis.fill_between(t, lower, upper, color=color, alpha=0.4, lw=0)
+    axis.plot(t, middle, color=color, lw=1)
+
+
+def forecast(
+    panels: Mapping[str, Sequence[tuple[Tensor, Tensor]]],
+    t: Float[Tensor, " rows"],
+    y: Float[Tensor, " rows"],
+    label: str,
+    *,
+    time_label: str,
+) -> Figure:
+    """Fans of new data within the time of a fit and of forecasts after it, panel below panel.
+
+    Args:
+        panels: Title → (times, draws) of new data, then (times, draws) of forecasts.
+        t: Times of all data; those after the first pair's times are drawn as held out.
+        y: Their values.
+        label: Axis label of the data, with unit.
+        time_label: Axis label of time, with unit.
+    """
+    size = (COLUMN * 1.25, 0.5 + 1.75 * len(panels))
+    figure, grid = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False)
+    axes = list(grid[:, 0])
+    for axis, (title, (fitted, future)) in zip(axes, panels.items(), strict=True):
+        fan(axis, *fitted, PALETTE[0], "new data")
+        fan(axis, *future, PALETTE[1], "forecast")
+        used = t < (fitted[0][-1] + future[0][0]) / 2
+        axis.axvline(fitted[0][-1], color=INK, lw=0.8, ls=":")
+        axis.plot(t[used], y[used], ".", color=INK, ms=4, label="data of the fit")
+        axis.plot(t[~used], y[~used], "D", color=INK, mfc="white", ms=3, label="held out")
+        axis.set(ylabel=label, title=title)
+    axes[-1].set_xlabel(time_label)
+    sns.despine(figure)
+    return _legend_above(figure, axes)
 
 
 def observed(
@@ -169,16 +212,9 @@ def compare_bands(
         ):
             low, middle, high = value[j].numpy()
             color, mark = (PALETTE[0], "o") if side < 0 else (INK, "s")
-            axis.errorbar(
-                place + side * width,
-                middle,
-                yerr=(middle - low, high - middle),
-                fmt=mark,
-                ms=2.5,
-                lw=1,
-                color=color,
-                label=f"{name}: median, 95 %",
-            )
+            style = {"fmt": mark, "ms": 2.5, "lw": 1, "color": color}
+            style["label"] = f"{name}: median, 95 %"
+            axis.errorbar(place + side * width, middle, (middle - low, high - middle), **style)
         axis.set(xlabel=time_label, ylabel=label)
     sns.despine(figure)
     return _legend_above(figure, axes)
@@ -206,10 +242,44 @@ def _legend_above(figure: Figure, axes: Sequence[Axes]) -> Figure:
     columns = -(-len(named) // rows)
     legend = {"loc": "upper center", "ncols": columns, "fontsize": "x-small"}
     figure.legend(named.values(), named.keys(), **legend)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.08 * rows))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.21 * rows / figure.get_figheight()))
     return figure
 
 
 def quantiles(x: Float[Tensor, "mc time"], levels: Sequence[float] = BAND_LEVELS) -> Tensor:
     """Quantiles over the draws, one row for each level."""
     return torch.as_tensor(np.quantile(x.numpy(), levels, axis=0))
+
+
+KINDS = {"regular": "o", "tailed": "^", "plateau": "s"}
+
+
+def robustness(table: Mapping[str, Sequence], bars: Sequence[float]) -> Figure:
+    """KL of the fit to each data set on a log axis, and k-hat below; flagged fits are ringed.
+
+    Args:
+        table: Columns seed, kind (a key of KINDS), kl, k_hat, flagged; in the order drawn.
+        bars: Values of KL, nats, drawn as lines.
+    """
+    size = (COLUMN * 1.25, 4.2)
+    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=(3, 2))
+    kinds, flagged = np.asarray(table["kind"]), np.asarray(table["flagged"], dtype=bool)
+    for axis, column in zip(axes, ("kl", "k_hat"), strict=True):
+        values = np.asarray(table[column], dtype=float)
+        top = 2 * np.max(values, where=np.isfinite(values), initial=1.0)
+        values = np.where(np.isfinite(values), values, top)  # a fit without numbers: at the top
+        for k, (kind, mark) in enumerate(KINDS.items()):
+            (at,) = np.nonzero(kinds == kind)
+            axis.plot(at, values[at], mark, color=PALETTE[k], ms=4.5, label=f"{kind} posterior")
+        ring = {"mfc": "none", "mec": INK, "ms": 9, "label": "flagged fit"}
+        axis.plot(np.nonzero(flagged)[0], values[flagged], "o", **ring)
+        axis.margins(y=0.12)
+    for k, bar in enumerate(bars):
+        axes[0].axhline(bar, color=INK, lw=0.8, ls=LINES[k + 1], label=f"{bar:g} nats")
+    axes[1].axhline(0.7, color=INK, lw=0.8, ls=LINES[3], label="k-hat 0.7")
+    axes[0].set(yscale="log", ylabel="log p(y) − ELBO (nats)")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[1].set(xlabel="seed of the data set", ylabel="k-hat")
+    axes[1].set_xticks(range(len(kinds)), table["seed"], rotation=90)
+    sns.despine(figure)
+    return _legend_above(figure, axes)

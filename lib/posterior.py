@@ -20,6 +20,9 @@ from lib.start import Start
 # A shift leaves the Jacobian exact; the posterior mass below it is nil.
 POSITIVE_FLOOR = 1e-15
 
+# How far out q(x | ϑ) is trained, in units of the spread of q(ϑ).
+WIDENING = 2.0
+
 
 @dataclass(frozen=True)
 class Family:
@@ -112,6 +115,28 @@ class Sample(NamedTuple):
     log_q_x: Float[Tensor, " mc"]
 
 
+class TimedFlow(NamedTuple):
+    """A flow over time with its features, in the direction in which it runs."""
+
+    flow: nn.Module
+    features: Float[Tensor, "time features"]
+    backwards: bool
+
+    def turn(self, series: Float[Tensor, "mc time state"]) -> Float[Tensor, "mc time state"]:
+        """The series as the flow sees it, and back."""
+        return series.flip(1) if self.backwards else series
+
+    def __call__(self, z: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(z', log diagonal), both in the order of time."""
+        out, log_diag = self.flow(self.turn(z), self.features, seen)
+        return self.turn(out), self.turn(log_diag)
+
+    def solve_transposed(self, g: Tensor, z: Tensor, seen: Tensor, free: Tensor) -> Tensor:
+        """The w with J'w = g, J = dz'/dz at z, over the components that are free."""
+        turned = (self.turn(a) for a in (g, z, free[None]))
+        return self.turn(self.flow.solve_transposed(*turned, self.features, seen))
+
+
 class VariationalPosterior(nn.Module):
     r"""q(ϑ) a MAF; q(x | ϑ) a Gauss-Markov base, local IAFs in alternating directions, then h.
 
@@ -181,35 +206,46 @@ class VariationalPosterior(nn.Module):
         theta = torch.randn(n, len(self.theta_flow.loc0), **like)
         return Noise(theta, torch.randn(n, *self.loc0.shape, **like))
 
-    def forward(self, noise: Noise) -> Sample:
-        """Draws of q as a function of standard normal noise (reparameterised)."""
-        vartheta, log_q_theta = self.theta_flow(noise.theta)
-        seen = vartheta
-        if self.family.standardise_theta:
-            seen = self.theta_flow.standardise(vartheta)
-        z, log_q = self._flow(noise.path * self.free, seen)
-        x, log_slope = self._to_state(z)
-        log_q_x = ((log_q - log_slope) * self.free).sum((-2, -1))
-        return Sample(vartheta, self._with_x0(x), log_q_theta, log_q_x)
+    def forward(self, noise: Noise, wide: int = 0) -> Sample:
+        """Draws of q as a function of standard normal noise (reparameterised).
 
-    def _flow(self, z: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Base and local IAFs; log density of the result by time and component."""
+        The last ``wide`` take ϑ from further out, ``WIDENING`` times as far from the centre.
+        """
+        vartheta, log_q_theta = self.theta_flow(noise.theta)
+        if wide:
+            inner, outer = vartheta[:-wide], vartheta[-wide:].detach()
+            centre = vartheta.detach().mean(0)
+            vartheta = torch.cat([inner, centre + WIDENING * (outer - centre)])
+        x, log_q_x = self.path(noise.path, vartheta)
+        return Sample(vartheta, x, log_q_theta, log_q_x)
+
+    def path(
+        self, noise: Float[Tensor, "mc time state"], vartheta: Float[Tensor, "mc theta"]
+    ) -> tuple[Float[Tensor, "mc time1 state"], Float[Tensor, " mc"]]:
+        """Draws of q(x | ϑ) at any ϑ, and their log density; x holds x_0 first."""
+        seen, z = self.seen(vartheta), noise * self.free
         log_q = -0.5 * (z.square() + LOG_2PI)
-        if self.base is not None:
-            z, log_diag = self.base(z, self.features_ahead, seen)
-            z, log_q = z * self.free, log_q - log_diag
-        for i, layer in enumerate(self.layers):
-            # Even layers run on the reversed series: their window is the future of z and of y.
-            if i % 2:
-                z, log_diag = layer(z.flip(1), self.features_behind, seen)
-                z, log_diag = z.flip(1), log_diag.flip(1)
-            else:
-                z, log_diag = layer(z, self.features_ahead, seen)
+        for flow in self.flows():
+            z, log_diag = flow(z, seen)
             # A fixed component of x_0 stays 0, or the layers' Jacobians would not be triangular.
             z, log_q = z * self.free, log_q - log_diag
-        return z, log_q
+        x, log_slope = self.to_state(z)
+        return self._with_x0(x), ((log_q - log_slope) * self.free).sum((-2, -1))
 
-    def _to_state(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def seen(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
+        """ϑ as the networks of the path see it."""
+        return self.theta_flow.standardise(vartheta) if self.family.standardise_theta else vartheta
+
+    def flows(self) -> list["TimedFlow"]:
+        """Base, then the local IAFs in alternating directions."""
+        base = [] if self.base is None else [TimedFlow(self.base, self.features_ahead, False)]
+        # Even layers run on the reversed series: their window is the future of z and of y.
+        return base + [
+            TimedFlow(layer, self.features_behind if i % 2 else self.features_ahead, bool(i % 2))
+            for i, layer in enumerate(self.layers)
+        ]
+
+    def to_state(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """x = h(loc + scale z); log dx/dz by time and component."""
         log_scale = self.log_scale0 + self.stretch
         u = self.loc0 + self.log_scale0.exp() * self.shift + log_scale.exp() * z

@@ -13,13 +13,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid, Observations
-from lib.diagnostics import Diagnostics, arviz, diagnose
+from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
 from lib.posterior import Family, VariationalPosterior
 from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
 from lib.start import Start
+from lib.widened import second_look
 
 CHUNK = 500
+# Of q(ϑ) alone, without paths: they cost next to nothing.
+THETA_DRAWS = 10_000
 
 
 class History(NamedTuple):
@@ -84,10 +87,40 @@ class FitResult:
         return Draws(self.model.to_theta(vartheta), vartheta, x, log_q, joint, joint - log_q)
 
     def diagnostics(self, n: int = 10_000, seed: int = 0) -> Diagnostics:
-        """Trust report from n fresh draws."""
+        """Trust report from n fresh draws, and from n/3 wider ones that may leave q(ϑ)."""
         draws = self.draws(n, seed)
         size = draws.x.shape[-1] * (draws.x.shape[-2] - 1)
-        return diagnose(draws.log_weight, size, self.converged, self.reason)
+        second = self._second_look(draws, -(-n // 3), seed)
+        return diagnose(draws.log_weight, size, self.converged, self.reason, second)
+
+    @torch.no_grad()
+    def _second_look(self, draws: Draws, num_wide: int, seed: int) -> SecondLook:
+        """Weights of the draws and of num_wide others, whose ϑ go beyond q(ϑ)."""
+        generator, flow = torch.Generator().manual_seed(seed + 1), self._exact_q.theta_flow
+        shape = (THETA_DRAWS + num_wide, self.model.num_theta)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return second_look(
+            log_q=flow.log_prob,
+            log_p=lambda vartheta: self._log_p(vartheta, generator),
+            reference=flow(noise[:THETA_DRAWS])[0],
+            own=draws.vartheta,
+            log_p_own=draws.log_weight + flow.log_prob(draws.vartheta),
+            noise=noise[THETA_DRAWS:],
+        )
+
+    def _log_p(self, vartheta: Tensor, generator: torch.Generator) -> Tensor:
+        """log p(ϑ, x, y) − log q(x | ϑ) with one path drawn for each ϑ, in chunks."""
+        parts, grid = [], self.observations.grid()
+        for part in vartheta.split(CHUNK):
+            noise = self._exact_q.draw_noise(len(part), generator).path
+            x, log_q_x = self._exact_q.path(noise, part)
+            parts.append(self.model.log_joint(part, x, grid).total - log_q_x)
+        return torch.cat(parts)
+
+    def marginals(self, n: int = 10_000, seed: int = 0) -> Marginals:
+        """Quantiles of each ϑ, from n draws as they are and importance-weighted (PSIS)."""
+        draws = self.draws(n, seed)
+        return marginals(self.model.theta_names, draws.vartheta, draws.log_weight)
 
     @torch.no_grad()
     def predict(self, n: int, seed: int = 0) -> Float[Tensor, "mc time obs"]:
@@ -142,7 +175,7 @@ class FitResult:
                 "family": asdict(self.family),
                 "history": {k: v.tolist() for k, v in self.history._asdict().items()},
                 "verdict": (self.converged, self.reason, self.seed, self.device),
-                "identity": _identity(self.model, self.observations),
+                "identity": identity(self.model, self.observations),
             },
             path,
         )
@@ -156,7 +189,7 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
         raise ValueError(f"{path} must be a file written by FitResult.save; got another.") from err
     if not (isinstance(saved, dict) and "identity" in saved):
         raise ValueError(f"{path} must be a file written by FitResult.save; got another.")
-    for key, here in _identity(model, observations).items():
+    for key, here in identity(model, observations).items():
         if saved["identity"][key] != here:
             raise ValueError(
                 f"the fit in {path} has another {key}; got {here}, "
@@ -173,7 +206,7 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
     return FitResult(model, observations, q, family, history, *saved["verdict"])
 
 
-def _identity(model: StateSpaceModel, observations: Observations) -> dict[str, object]:
+def identity(model: StateSpaceModel, observations: Observations) -> dict[str, object]:
     """What a fit's file must share with the model and data that it is loaded with."""
     # Densities have no names to compare, so they are compared by their values at a fixed point.
     point = torch.linspace(-0.5, 0.5, model.num_theta, dtype=torch.float64)[None]

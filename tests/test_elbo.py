@@ -130,7 +130,8 @@ class GaussianQ(VariationalPosterior):
         self.mean, self.tril = nn.Parameter(law.mean.clone()), nn.Parameter(law.scale_tril.clone())
         self.free, self.x0 = free, x0
 
-    def forward(self, noise: Noise) -> Sample:
+    def forward(self, noise: Noise, wide: int = 0) -> Sample:
+        assert wide == 0
         time = noise.path.shape[1]
         white = torch.cat([noise.theta, noise.path[:, self.free[-time:]]], 1)
         v = self.mean + white @ self.tril.tril().T

@@ -39,6 +39,56 @@ def test_band_holds_95_percent():
     assert heights.min() == pytest.approx(0.025) and heights.max() == pytest.approx(0.975)
 
 
+def test_fan_holds_50_and_95_percent_and_the_median():
+    """Kills a wrong interval, and a median that is drawn as another quantile."""
+    axis = plt.subplots()[1]
+    x = torch.linspace(0, 1, 1001)[:, None].square().expand(-1, 3)
+    plots.fan(axis, torch.arange(3.0), x, "C0", "new")
+    ends = [0.025, 0.975], [0.25, 0.75]
+    for shade, levels in zip(axis.collections, ends, strict=True):
+        heights = shade.get_paths()[0].vertices[:, 1]
+        expected = [level**2 for level in levels]
+        assert [heights.min(), heights.max()] == pytest.approx(expected, abs=1e-6)
+    assert axis.lines[0].get_ydata() == pytest.approx([0.25] * 3, abs=1e-6)
+    assert axis.get_legend_handles_labels()[1] == ["new: median, 50, 95 %"]
+
+
+def test_forecast_tells_held_out_data_from_data_of_the_fit():
+    """Kills a last datum of the fit that is drawn as held out, and swapped fans."""
+    t = torch.arange(1, 6) / 10
+    grid, x = 0.1 * torch.arange(7), torch.linspace(0, 1, 101)[:, None].expand(-1, 7)
+    panels = {
+        f"to {end}": ((grid[: end + 1], x[:, : end + 1]), (grid[end + 1 :], x[:, end + 1 :] + 2))
+        for end in (3, 5)
+    }
+    figure = plots.forecast(panels, t, 10 * t, "boys", time_label="day")
+    assert [axis.get_title() for axis in figure.axes] == ["to 3", "to 5"]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["boys", "boys"]
+    assert figure.axes[-1].get_xlabel() == "day"
+    for axis, end in zip(figure.axes, (3, 5), strict=True):
+        fitted, future, border, used, held = axis.lines
+        assert fitted.get_xdata() == pytest.approx(grid[: end + 1].numpy())
+        assert future.get_xdata() == pytest.approx(grid[end + 1 :].numpy())
+        assert fitted.get_ydata()[0] == pytest.approx(0.5) and future.get_ydata()[0] > 2
+        assert border.get_xdata() == pytest.approx([grid[end].item()] * 2)
+        assert used.get_ydata() == pytest.approx(list(range(1, end + 1)))
+        assert held.get_ydata() == pytest.approx(list(range(end + 1, 6)))
+        assert len(axis.collections) == 4
+
+
+def test_forecast_legend_is_above_the_panels():
+    """Kills a margin that does not know the figure's height."""
+    t, x = torch.arange(4.0), torch.randn(50, 4)
+    for count in (1, 3):
+        panels = {str(k): ((t[:3], x[:, :3]), (t[3:], x[:, 3:])) for k in range(count)}
+        figure = plots.forecast(panels, t, t, "boys", time_label="day")
+        figure.canvas.draw()
+        box = figure.legends[0].get_window_extent()
+        title = figure.axes[0].title.get_window_extent()
+        assert 0 <= box.y0 - title.y1 < 0.4 * figure.dpi
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_marginals_have_one_panel_a_parameter():
     draws = {"q": torch.randn(200, 2), "MH": torch.randn(200, 2)}
     curve = (torch.linspace(-3, 3, 50), torch.ones(50))
@@ -69,6 +119,10 @@ def test_long_legends_stay_inside_the_figure():
 
 
 def test_compare_bands():
-    bands = torch.tensor([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]])
+    """Kills an interval hung upside down from its median."""
+    bands = torch.tensor([[0.0, 1.0], [1.0, 2.0], [3.0, 4.0]])
     figure = plots.compare_bands([1, 2], [bands], [bands + 1], ["I"], time_label="day")
     assert figure.axes[0].get_xlabel() == "day" and len(figure.axes[0].containers) == 2
+    for shift, container in enumerate(figure.axes[0].containers):
+        ends = np.array([part[:, 1] for part in container.lines[2][0].get_segments()])
+        assert ends == pytest.approx(bands[[0, 2]].T.numpy() + shift)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -122,6 +123,77 @@ def test_diagnostics_are_those_of_the_draws(fits):
     assert report.log_evidence == pytest.approx(weight.exp().mean().log().item(), rel=1e-9)
     assert report.flagged and report.verdict.startswith("Flagged: it was cut short")
     assert fit.diagnostics(1200, seed=9).elbo != report.elbo
+
+
+def test_second_look_weighs_by_the_mixture_that_it_draws_from(fits):
+    """Σ over q's own and the wider draws; kills wide paths weighted by another ϑ's density."""
+    fit, n = fits["random"], 600
+    draws = fit.draws(n, seed=8)
+    second = fit._second_look(draws, 200, seed=8)
+    assert second.wide.tolist() == [False] * n + [True] * 200 and second.outside[n:].sum() > 100
+    log_q = fit._exact_q.theta_flow.log_prob(draws.vartheta)
+    # log p − log q(x | ϑ) − log m(ϑ), with m at least 3/4 of q(ϑ), and near that in its middle.
+    excess = second.log_weight[:n] - draws.log_weight
+    assert (excess < math.log(4 / 3) + 1e-9).all()
+    assert excess[log_q > log_q.median()].min() > math.log(4 / 3) - 0.3
+    report = fit.diagnostics(n, seed=8)
+    want = torch.logsumexp(second.log_weight, 0) - math.log(800)
+    assert report.wide_log_evidence == pytest.approx(want.item())
+    assert 0 <= report.unseen <= 1 and report.unseen_ess > 0
+
+
+@pytest.fixture(scope="module")
+def good() -> lib.FitResult:
+    """A fit as good as they come: two observations, four steps of dt."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    model = lib.StateSpaceModel(
+        lib.OrnsteinUhlenbeck(),
+        lib.GaussianObservation([[1.0]], 1.0),
+        Normal(torch.tensor([-1.5, 5.0, 0.0]), 0.5),
+        x0=[20.0],
+    )
+    data = lib.Observations([0.2, 0.4], [[19.0], [18.7]], 0.1)
+    config = lib.FitConfig(num_steps=150, num_samples=20)
+    made = lib.fit(model, data, config, device="cpu", progress=False)
+    torch.set_default_dtype(before)
+    return replace(made, converged=True)
+
+
+def narrowed(fit: lib.FitResult, factor: float, shift: float = 0.0) -> lib.FitResult:
+    """The fit with q(ϑ) about that much narrower and moved by about that many of its old sds.
+
+    Inside the last IAF step: the outer scale is also that in which q(x | ϑ) sees ϑ.
+    """
+    q = copy.deepcopy(fit.q)
+    mu, s = q.theta_flow.steps[-1].network[-1].bias.data.chunk(2)
+    mu += shift
+    s += math.log(factor)
+    return replace(fit, q=q)
+
+
+def test_second_look_trusts_a_good_fit_and_sees_through_a_narrow_one(good):
+    """Kills a second look that follows q(ϑ): half the sd, or a seventh of it aside."""
+    fine = good.diagnostics(4000)
+    assert not fine.flagged and fine.unseen < 0.02, fine
+    assert fine.wide_log_evidence == pytest.approx(fine.log_evidence, abs=0.05)
+    for factor, shift in ((0.5, 0.0), (0.15, 0.7)):
+        report = narrowed(good, factor, shift).diagnostics(4000)
+        assert report.flagged and "next to none" in report.verdict and report.unseen > 0.15
+        # The evidence is that of the data, whatever q is.
+        assert report.wide_log_evidence == pytest.approx(fine.log_evidence, abs=0.15)
+
+
+def test_marginals_are_those_of_the_draws(good):
+    draws, table = good.draws(2000, seed=5), good.marginals(2000, seed=5)
+    assert table.names == good.model.theta_names and table.raw.shape == (3, 7)
+    want = torch.quantile(draws.vartheta, torch.tensor(table.levels), 0).T
+    np.testing.assert_allclose(table.raw, want.numpy(), atol=0.02)
+    assert (np.diff(table.weighted) > 0).all() and table.k_hat < 0.7
+    # Half the sd: the weights widen the raw quartiles again.
+    table = narrowed(good, 0.6).marginals(4000)
+    raw, weighted = (t[:, 4] - t[:, 2] for t in (table.raw, table.weighted))
+    assert (weighted > 1.2 * raw).all()
 
 
 def test_history_is_one_entry_a_step(fits):

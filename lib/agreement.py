@@ -1,0 +1,90 @@
+"""Do fits of one model and data from several starts agree? A check that needs no reference."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.diagnostics import gap_limit
+from lib.result import FitResult, identity
+
+SHIFT_LIMIT = 0.25
+QUARTILES = (0.25, 0.5, 0.75)
+
+
+class Agreement(NamedTuple):
+    """What fits from several starts say of each other.
+
+    Attributes:
+        elbo: ELBO of each fit, in nats.
+        elbo_gap: Largest minus smallest.
+        shift: (d,), largest difference of a median or quartile between two fits, for each ϑ, over
+            the mean of their interquartile ranges.
+        best: Index of the fit with the largest ELBO.
+        flagged: Whether they disagree; ``verdict`` says how, in words.
+    """
+
+    elbo: np.ndarray
+    elbo_gap: float
+    shift: np.ndarray
+    best: int
+    flagged: bool
+    verdict: str
+
+
+def compare(
+    names: Sequence[str],
+    log_weight: Float[Tensor, "fits mc"],
+    vartheta: Float[Tensor, "fits mc theta"],
+    path_size: int,
+) -> Agreement:
+    """Compare the draws of several fits.
+
+    Flagged: ELBOs further apart than 0.5·(1 + p·N/200) and than four standard errors, a quartile of
+    some ϑ that differs by more than 0.25 interquartile ranges, or an ELBO that is not finite.
+    """
+    elbo, noise = log_weight.mean(1), (log_weight.var(1).sum() / log_weight.shape[1]).sqrt()
+    limit = max(gap_limit(path_size), 4 * float(noise))
+    gap, best = float(elbo.max() - elbo.min()), int(elbo.nan_to_num(-math.inf).argmax())
+    quartiles = torch.as_tensor(np.quantile(vartheta.numpy(), QUARTILES, axis=1))
+    iqr = (quartiles[2] - quartiles[0]).mean(0)
+    shift = ((quartiles.amax(1) - quartiles.amin(1)) / iqr).amax(0)
+    faults, spread = [], float(shift.max())
+    if not gap <= limit:
+        faults.append(f"their ELBOs differ by {gap:.2f} nats, more than {limit:.2f}")
+    if not spread <= SHIFT_LIMIT:
+        faults.append(
+            f"the quartiles of {names[int(shift.argmax())]} differ by {spread:.2f} interquartile "
+            f"ranges, more than {SHIFT_LIMIT}"
+        )
+    fine = f"ELBOs within {gap:.2f} nats, quartiles of ϑ within {spread:.2f} interquartile ranges"
+    verdict = (
+        f"{len(elbo)} fits {'disagree' if faults else 'agree'}: {'; '.join(faults) or fine}. "
+        f"Fit {best} has the largest ELBO, {float(elbo[best]):.2f}."
+    )
+    return Agreement(elbo.numpy(), gap, shift.numpy(), best, bool(faults), verdict)
+
+
+def compare_fits(fits: Sequence[FitResult], n: int = 10_000, seed: int = 0) -> Agreement:
+    """Compare fits of the same model and data from different seeds or starts, by n draws of each.
+
+    Raises:
+        ValueError: If there are fewer than two fits, or they are not of one model and data.
+    """
+    if len(fits) < 2:
+        raise ValueError(f"fits must be two or more of one model and data; got {len(fits)}.")
+    first = identity(fits[0].model, fits[0].observations)
+    for i, fit in enumerate(fits):
+        if (other := identity(fit.model, fit.observations)) != first:
+            (key, *_) = (k for k in first if other[k] != first[k])
+            raise ValueError(f"fits must be of one model and data; got another {key} in fit {i}.")
+    draws = [fit.draws(n, seed + i) for i, fit in enumerate(fits)]
+    log_weight, vartheta = (
+        torch.stack(part) for part in zip(*((d.log_weight, d.vartheta) for d in draws), strict=True)
+    )
+    size = draws[0].x[0, 1:].numel()
+    return compare(fits[0].model.theta_names, log_weight, vartheta, size)

@@ -1,0 +1,168 @@
+"""The score of q and the path gradient, against dense Jacobians and against the plain gradient."""
+
+import pytest
+import torch
+from torch.distributions import Normal
+from torch.testing import assert_close
+
+import lib
+from lib.elbo import elbo
+from lib.path_gradient import find_score, with_path_gradient
+from lib.posterior import Noise, VariationalPosterior
+from lib.start import find_start
+
+
+class Linear(lib.SDE):
+    """Three states that pull on each other; the second is positive."""
+
+    state_names, theta_names = ("u", "v", "w"), ("rate", "shift")
+    positive_theta, positive_state = ("rate",), ("v",)
+
+    def drift(self, t, x, theta):
+        rate, shift = theta.split(1, -1)
+        return rate * (shift - x) + 0.1 * x.roll(1, -1)
+
+    def diffusion(self, t, x, theta):
+        return torch.eye(3).to(x).expand(*x.shape, 3) * (0.5 + theta[..., :1, None])
+
+
+def linear(x0: object) -> tuple[lib.StateSpaceModel, lib.Observations]:
+    model = lib.StateSpaceModel(
+        Linear(),
+        lib.GaussianObservation([[1.0], [0.0], [0.5]], "sigma"),
+        Normal(torch.zeros(3), 0.5),
+        x0,
+    )
+    return model, lib.Observations([0.2, 0.3, 0.7], [1.0, 2.0, 1.5], 0.1)
+
+
+def scalar() -> tuple[lib.StateSpaceModel, lib.Observations]:
+    model = lib.StateSpaceModel(
+        lib.OrnsteinUhlenbeck(),
+        lib.GaussianObservation([[1.0]], 1.0),
+        Normal(torch.zeros(3), 0.5),
+        [2.0],
+    )
+    return model, lib.Observations([0.2, 0.6, 0.9], [1.0, 2.0, 1.5], 0.1)
+
+
+X0 = {
+    "fixed": [1.0, 2.0, 3.0],
+    "random": Normal(torch.tensor([1.0, 3.0, 2.0]), 0.2),
+    "mixed": {"u": Normal(1.0, 0.3), "v": 2.0, "w": Normal(0.0, 1.0)},
+}
+FAMILIES = {
+    "study": lib.Family(receptive_field=3, num_flows=3),
+    "no base": lib.Family(receptive_field=3, base=False),
+    "base alone": lib.Family(receptive_field=3, num_flows=0),
+    "uncoupled": lib.Family(receptive_field=3, coupling=False, taps=False, layers=1),
+    "paper": lib.Family.paper(),
+}
+
+
+def posterior(case: str, family: lib.Family) -> tuple[lib.StateSpaceModel, VariationalPosterior]:
+    """q with every weight moved away from its start."""
+    model, data = scalar() if case == "scalar" else linear(X0[case])
+    grid = data.grid()
+    q = VariationalPosterior(model, grid, family, find_start(model, grid, 0), seed=1)
+    with torch.no_grad():
+        for weight in q.parameters():
+            weight.add_(0.15 * torch.randn_like(weight))
+    return model, q
+
+
+def dense_score(q: VariationalPosterior, noise: torch.Tensor, theta: torch.Tensor):
+    """∇ log q(x | ϑ) by ϑ and x at one draw: implicit differentiation with dense Jacobians."""
+    free = q.free.bool().flatten()
+
+    def run(theta: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        full = torch.zeros(len(free)).masked_scatter(free, z).view_as(noise)
+        x, log_q = q.path(full[None], theta[None])
+        return x[0, q.first :].flatten()[free], log_q[0]
+
+    at = (theta, noise.flatten()[free])
+    x_theta, x_z = torch.autograd.functional.jacobian(lambda *a: run(*a)[0], at)
+    q_theta, q_z = torch.autograd.functional.jacobian(lambda *a: run(*a)[1], at)
+    by_x = torch.linalg.solve(x_z.mT, q_z)
+    return q_theta - x_theta.mT @ by_x, torch.zeros(len(free)).masked_scatter(free, by_x)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ["scalar", *X0])
+def test_score_is_that_of_dense_jacobians(case: str, family: str) -> None:
+    """Kills a wrong window, sign, order of time, coupling, tap, gate or mask in any solve."""
+    _, q = posterior(case, FAMILIES[family])
+    noise = q.draw_noise(2, torch.Generator().manual_seed(3))
+    vartheta, log_q = q.theta_flow(noise.theta)
+    score = find_score(q, noise, vartheta)
+    for draw in range(2):
+        by_theta, by_x = dense_score(q, noise.path[draw], vartheta[draw].detach())
+        assert_close(score.theta_path[draw], by_theta)
+        assert_close(score.path[draw].flatten(), by_x)
+    inverse = torch.autograd.functional.jacobian(lambda z: q.theta_flow(z)[0].sum(0), noise.theta)
+    by_noise = torch.autograd.functional.jacobian(lambda z: q.theta_flow(z)[1].sum(), noise.theta)
+    for draw in range(2):
+        expected = torch.linalg.solve(inverse[:, draw].mT, by_noise[draw])
+        assert_close(score.theta[draw], expected)
+
+
+def gradients(model, q, grid, noise, path_gradient: bool) -> tuple[float, torch.Tensor]:
+    q.zero_grad()
+    bound = elbo(model, q, grid, noise, 2.0, path_gradient)
+    bound.value.backward()
+    return float(bound.value.detach()), torch.cat(
+        [w.grad.flatten() for w in q.parameters() if w.grad is not None]
+    )
+
+
+def test_path_gradient_has_the_same_value_and_the_same_mean() -> None:
+    """Kills a dropped term: over many draws both gradients estimate the same vector.
+
+    The bound is tempered, so that log q(ϑ) and log q(x | ϑ) must keep their own parts.
+    """
+    model, q = posterior("scalar", lib.Family(receptive_field=2, num_flows=1, hidden=4))
+    grid, generator = scalar()[1].grid(), torch.Generator().manual_seed(0)
+    pairs = []
+    for _ in range(60):
+        noise = q.draw_noise(500, generator)
+        (plain, g), (path, h) = (gradients(model, q, grid, noise, kind) for kind in (False, True))
+        assert plain == pytest.approx(path, rel=1e-12)
+        pairs.append(g - h)
+    difference = torch.stack(pairs)
+    z = difference.mean(0) / (difference.std(0) / 60**0.5 + 1e-12)
+    assert z.abs().max() < 5 and 0.5 < z[z != 0].square().mean() < 2
+
+
+def test_path_gradient_vanishes_where_q_is_the_posterior() -> None:
+    """Kills a score term that was left in: it alone is noise of order one."""
+    _, q = posterior("scalar", lib.Family(receptive_field=2))
+    noise = q.draw_noise(4, torch.Generator().manual_seed(0))
+    sample = with_path_gradient(q, noise, q(noise))
+    score = find_score(q, noise, sample.vartheta)
+    # A target whose log density is log q itself, weights held.
+    moves = (score.theta + score.theta_path) * sample.vartheta
+    target = moves.sum(-1) + (score.path * sample.x[:, q.first :]).sum((-2, -1))
+    (target - sample.log_q_theta - sample.log_q_x).sum().backward()
+    assert all(w.grad is None or w.grad.abs().max() < 1e-10 for w in q.parameters())
+
+
+def test_no_weight_gets_a_gradient_from_the_score() -> None:
+    _, q = posterior("random", FAMILIES["study"])
+    noise = q.draw_noise(2, torch.Generator().manual_seed(3))
+    score = find_score(q, Noise(*noise), q.theta_flow(noise.theta)[0])
+    assert not any(part.requires_grad for part in score)
+    assert all(w.grad is None for w in q.parameters())
+
+
+def test_a_score_that_grows_along_time_leaves_the_plain_gradient() -> None:
+    """Kills training that a local IAF with an unstable inverse blows up."""
+    model, q = posterior("scalar", lib.Family(receptive_field=2, num_flows=1))
+    grid = scalar()[1].grid()
+    noise = q.draw_noise(4, torch.Generator().manual_seed(0))
+    path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
+    assert path.ne(plain).any()
+    with torch.no_grad():
+        q.layers[0].taps.weights[-1].bias += 20.0
+    assert find_score(q, noise, q.theta_flow(noise.theta)[0]).growth > 100
+    path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
+    assert_close(path, plain, rtol=0, atol=0)
