@@ -282,4 +282,4 @@ def robustness(table: Mapping[str, Sequence], bars: Sequence[float]) -> Figure:
     axes[1].set(xlabel="seed of the data set", ylabel="k-hat")
     axes[1].set_xticks(range(len(kinds)), table["seed"], rotation=90)
     sns.despine(figure)
-    return _legend_above(figure, axes)
+    return _legend_above(figure, list(axes))

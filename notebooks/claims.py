@@ -51,7 +51,8 @@ def _cell(text: str) -> str:
 def render_times(root: Path) -> str:
     """One sentence from results/manifest.csv: minutes of each notebook, and on what device."""
     with (root / "results/manifest.csv").open(newline="", encoding="utf-8") as file:
-        rows = {row["notebook"]: row for row in csv.DictReader(file)}
+        # A study that is run by name only has a name without a number.
+        rows = {r["notebook"]: r for r in csv.DictReader(file) if r["notebook"][:2].isdigit()}
     minutes = {stem[:2]: float(row["seconds"]) / 60 for stem, row in sorted(rows.items())}
     parts = ", ".join(f"{number}: {value:.1f}" for number, value in minutes.items())
     devices = " and ".join(sorted({row["device"] for row in rows.values()}))

@@ -6,13 +6,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from parameters import read_cells
 
 MANIFEST, STATE = "results/manifest.csv", "results/.state.json"
+SOURCES = ("lib", "notebooks", "params", "data", "benchmarks")
 
 
 class Origin(NamedTuple):
@@ -28,9 +29,19 @@ class Origin(NamedTuple):
 def fingerprint(root: Path, stem: str, device: str) -> str:
     """SHA-256 of the notebook's cells (not outputs), its values, lib, data and the device."""
     sources = [(cell["cell_type"], "".join(cell["source"])) for cell in read_cells(root, stem)]
-    digest = hashlib.sha256(json.dumps([sources, device]).encode())
-    files = [*(root / "lib").rglob("*.py"), *(root / "data").rglob("*")]
-    for path in sorted(p for p in [root / f"params/{stem}.yaml", *files] if p.is_file()):
+    return _digest(root, json.dumps([sources, device]), [root / f"params/{stem}.yaml"])
+
+
+def fingerprint_study(root: Path, name: str) -> str:
+    """SHA-256 of the scripts of benchmarks/, lib and data, for the study of that name."""
+    return _digest(root, name, (root / "benchmarks").glob("*.py"))
+
+
+def _digest(root: Path, text: str, own: Iterable[Path]) -> str:
+    """Of a text, the files of one's own, lib and data."""
+    digest = hashlib.sha256(text.encode())
+    files = [*own, *(root / "lib").rglob("*.py"), *(root / "data").rglob("*")]
+    for path in sorted(p for p in files if p.is_file()):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
@@ -58,7 +69,7 @@ def describe_commit(root: Path) -> str:
     try:
         if not (root / ".git").exists():  # an unpacked archive inside somebody else's repository
             return "unknown"
-        changed = git("status", "--porcelain", "--", "lib", "notebooks", "params", "data")
+        changed = git("status", "--porcelain", "--", *SOURCES)
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ TIMES = (
     "On 2 CPU cores: set-up 2 to 5 minutes with its downloads, the full run at most 25 minutes, "
     "--quick at most 4, --test at most 12, a second full run with nothing changed a few seconds."
 )
+# Heavier studies, benchmarks/NAME.py, run by name only; how long each takes on 2 CPU cores.
+STUDIES = {"ablation": "time not measured yet", "robustness": "time not measured yet"}
 
 
 class Job(NamedTuple):
@@ -34,7 +37,7 @@ class Job(NamedTuple):
 
 
 class NotebookFailed(Exception):
-    """A notebook stopped; the message is the sentence for the user."""
+    """A notebook or a study stopped; the message is the sentence for the user."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,14 +48,16 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of run_all.sh, which hands them over unchanged."""
     about = "Runs the study's notebooks; sets up .venv first when no environment is active."
-    parser = _Parser("run_all.sh", description=about, epilog=TIMES, allow_abbrev=False)
-    add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="notebooks to run, by stem or prefix such as 01")
+    studies = "; ".join(f"{name}: {minutes}" for name, minutes in STUDIES.items())
+    times = f"{TIMES} Heavier studies, run by name only and resumed when stopped: {studies}."
+    parser = _Parser("run_all.sh", description=about, epilog=times, allow_abbrev=False)
+    add, study = parser.add_argument, f"or a study: {', '.join(STUDIES)}"
+    add("names", nargs="*", metavar="NAME", help=f"notebooks by stem or prefix such as 01, {study}")
     add("--quick", action="store_true", help="the notebooks' own values, into results/quick/ only")
     add("--test", action="store_true", help="set up, run every test and stop")
     add("--setup", action="store_true", help="make .venv, even in an active environment, and stop")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is the default")
-    add("--force", action="store_true", help="run also what is up to date")
+    add("--force", action="store_true", help="run also what is up to date, a study from nothing")
     add("--check", action="store_true", help=argparse.SUPPRESS)  # judge options and names, no more
     args = parser.parse_intermixed_args(argv)
     if args.test + args.setup + args.quick > 1:
@@ -63,16 +68,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def select(root: Path, names: Sequence[str]) -> list[str]:
-    """Stems of the notebooks that start with one of the names; of all notebooks for no names."""
+    """Notebooks that start with one of the names, and studies of that name; no names: notebooks."""
     stems = sorted(path.stem for path in (root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     if not stems:
         raise SystemExit("notebooks/ holds no notebook named like 01_name.ipynb.")
-    # A study of hours, which is no part of the default run, is to be named and found here.
     wanted = [Path(name).stem for name in names]
     for name in wanted:
-        if not any(stem.startswith(name) for stem in stems):
-            raise SystemExit(f"No notebook starts with '{name}'; there are {', '.join(stems)}.")
-    return [stem for stem in stems if not wanted or stem.startswith(tuple(wanted))]
+        if name not in STUDIES and not any(stem.startswith(name) for stem in stems):
+            raise SystemExit(
+                f"No notebook starts with '{name}'; there are {', '.join(stems)}. "
+                f"Studies, by their whole name: {', '.join(STUDIES)}."
+            )
+    notebooks = [stem for stem in stems if not wanted or stem.startswith(tuple(wanted))]
+    return notebooks + [name for name in STUDIES if name in wanted]
+
+
+def check_studies(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Refuses what the studies cannot do, before anything runs."""
+    if names and args.quick:
+        raise SystemExit(f"--quick is of the notebooks; {', '.join(names)} has no quick values.")
+    if names and args.device == "cuda":
+        raise SystemExit(f"{', '.join(names)} runs on the CPU, a fit on each core; got cuda.")
 
 
 def resolve_device(device: str) -> str:
@@ -108,7 +124,7 @@ def execute(root: Path, target: Path, job: Job) -> list[str]:
     (target / "results/notebooks").mkdir(exist_ok=True)
     try:
         run_papermill(root / "notebooks", stage, job)
-        return publish(stage, target, job.stem)
+        return publish(stage, target) + keep_notebook(stage, target, job.stem)
     except Exception as error:
         half_run, where = stage / f"{job.stem}.ipynb", ""
         if half_run.is_file():
@@ -149,18 +165,23 @@ def describe_error(error: Exception) -> str:
     return f"in cell [{error.exec_count}] (`{first}`) with {error.ename}: {last}"
 
 
-def publish(stage: Path, target: Path, stem: str) -> list[str]:
-    """Moves the staged figures, tables and executed notebook to their places; their new paths."""
+def publish(stage: Path, target: Path) -> list[str]:
+    """Moves the staged figures and tables to their places; their new paths."""
     published = []
     for folder in ("figures", "results"):
         (target / folder).mkdir(exist_ok=True)
         for path in sorted((stage / folder).iterdir()):
             path.replace(target / folder / path.name)
             published.append(f"{folder}/{path.name}")
+    return published
+
+
+def keep_notebook(stage: Path, target: Path, stem: str) -> list[str]:
+    """Moves the executed notebook to its place, where a failed one has no more business."""
     executed = target / f"results/notebooks/{stem}.ipynb"
     (stage / executed.name).replace(executed)
     executed.with_suffix(".failed.ipynb").unlink(missing_ok=True)
-    return published + [f"results/notebooks/{stem}.ipynb"]
+    return [f"results/notebooks/{stem}.ipynb"]
 
 
 def run_quick(root: Path, jobs: Sequence[Job]) -> list[str]:
@@ -194,6 +215,60 @@ def run_study(root: Path, jobs: Sequence[Job], force: bool, device: str) -> list
     return failures
 
 
+def run_benchmarks(root: Path, names: Sequence[str], force: bool) -> list[str]:
+    """Runs the named studies that are not up to date and records what each made; what failed."""
+    failures, commit, machine = [], ledger.describe_commit(root), ledger.describe_device("cpu")
+    for name in names:
+        digest = ledger.fingerprint_study(root, name)
+        if not force and ledger.is_current(root, name, digest):
+            print(f"{name}: up to date", flush=True)
+            continue
+        ledger.forget(root, name)
+        try:
+            files, seconds = run_benchmark(root, name, force)
+        except NotebookFailed as failure:
+            failures.append(str(failure))
+            continue
+        figures = [file for file in files if file.startswith("figures/")]
+        rows = [ledger.Origin(f, name, commit, machine, seconds) for f in figures]
+        ledger.update_manifest(root, name, rows)
+        ledger.remember(root, name, digest, files)
+    return failures
+
+
+def run_benchmark(root: Path, name: str, force: bool) -> tuple[list[str], str]:
+    """A study in a process of its own: what it made, and its seconds, over all its sittings."""
+    stage = root / "results" / f".{name}"
+    shutil.rmtree(stage, ignore_errors=True)
+    for folder in ("figures", "results"):
+        (stage / folder).mkdir(parents=True)
+    print(f"{name}: running ({STUDIES[name]})", flush=True)
+    script = [sys.executable, str(root / f"benchmarks/{name}.py"), "--save-to", str(stage)]
+    try:
+        code = wait(subprocess.Popen([*script, "--fresh"] if force else script, cwd=root))
+        if code == 130:
+            raise KeyboardInterrupt
+        if code:
+            raise NotebookFailed(
+                f"{name} failed with exit code {code}, for the reason above; its finished fits "
+                f"are kept, and ./run_all.sh {name} goes on there"
+            )
+        seconds = (root / f"results/.{name}.seconds").read_text()
+        return publish(stage, root), seconds
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def wait(process: subprocess.Popen) -> int:
+    """Its exit code; a stop request is handed on, and met when the process has ended."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+
+
 def timed_execute(root: Path, target: Path, job: Job) -> tuple[list[str], float]:
     """The notebook's files and its seconds, with a line before and after."""
     print(f"{job.stem}: running", flush=True)
@@ -217,9 +292,11 @@ def write_html(target: Path, stems: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Judges everything first, runs the notebooks, then makes the pages and the claims table."""
+    """Judges everything first, runs what was named, then makes the pages and the claims table."""
     args = parse(argv)
-    stems = select(root, args.names)
+    names = select(root, args.names)
+    stems, studies = [n for n in names if n not in STUDIES], [n for n in names if n in STUDIES]
+    check_studies(studies, args)
     if args.check:
         return 0
     if args.test or args.setup:
@@ -231,13 +308,14 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     try:
         quick = args.quick
         failures = run_quick(root, jobs) if quick else run_study(root, jobs, args.force, device)
+        failures += run_benchmarks(root, studies, args.force)
         write_html(target, stems)
     except KeyboardInterrupt:
-        print("Interrupted; the notebooks that had finished are kept.", file=sys.stderr)
+        print("Interrupted; the notebooks and fits that had finished are kept.", file=sys.stderr)
         return 130
     for sentence in failures:
         print(sentence, file=sys.stderr)
-    if not args.quick:
+    if stems and not quick:
         claims.update_readme(root)
     return 1 if failures else 0
 
