@@ -166,3 +166,22 @@ def test_a_score_that_grows_along_time_leaves_the_plain_gradient() -> None:
     assert find_score(q, noise, q.theta_flow(noise.theta)[0]).growth > 100
     path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
     assert_close(path, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path_gradient", [False, True])
+def test_wide_draws_train_the_path_alone(path_gradient: bool) -> None:
+    """Kills wide draws that enter the value, pull at q(ϑ), or sit at the wrong ϑ."""
+    model, q = posterior("scalar", FAMILIES["study"])
+    grid, noise = scalar()[1].grid(), q.draw_noise(6, torch.Generator().manual_seed(0))
+    bound = elbo(model, q, grid, noise, 1.0, path_gradient, wide=2)
+    plain = elbo(model, q, grid, Noise(noise.theta[:4], noise.path[:4]))
+    assert_close(bound.value, plain.value)
+    assert_close(bound.log_q_theta, plain.log_q_theta)
+    vartheta = q.theta_flow(noise.theta)[0]
+    outer = vartheta.mean(0) + 2 * (vartheta[4:] - vartheta.mean(0))
+    x, log_q_x = q.path(noise.path[4:], outer)
+    joint = model.log_joint(outer, x, grid)
+    assert_close(bound.conditional, (joint.total - joint.log_prior - log_q_x).sum() / 4)
+    bound.conditional.backward()
+    assert all(w.grad is None or (w.grad == 0).all() for w in q.theta_flow.parameters())
+    assert q.base.network.out.weight.grad.abs().max() > 0
