@@ -21,11 +21,11 @@ from parameters import check_data, read_defaults, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = (
-    "On 2 CPU cores: set-up 2 to 5 minutes with its downloads, the full run at most 25 minutes, "
+    "On 2 CPU cores: set-up 2 to 5 minutes with its downloads, the full run at most 30 minutes, "
     "--quick at most 4, --test at most 12, a second full run with nothing changed a few seconds."
 )
 # Heavier studies, benchmarks/NAME.py, run by name only; how long each takes on 2 CPU cores.
-STUDIES = {"ablation": "time not measured yet", "robustness": "time not measured yet"}
+STUDIES = {"ablation": "some 2 hours, estimated", "robustness": "25 minutes"}
 
 
 class Job(NamedTuple):
