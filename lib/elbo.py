@@ -17,6 +17,8 @@ class Elbo(NamedTuple):
     """Monte Carlo estimate of the ELBO and its terms for each draw.
 
     ``log_q_theta`` and ``log_q_x`` are log densities, so they enter the value with a minus sign.
+    ``conditional`` is the bound of log p(x, y | ϑ) over the wide draws, in the value's units of one
+    draw; it is 0 without them, and no part of the value.
     """
 
     value: Float[Tensor, ""]

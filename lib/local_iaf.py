@@ -117,17 +117,12 @@ class LocalIAF(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> Float[Tensor, "mc time state"]:
         """The w with J'w = g, J = dz'/dz: back substitution along time, J being a lower band."""
-        window, same_time = past_windows(z, self.window), []
-
-        def slope(out: Tensor) -> Tensor:
-            by_out, by_z = self._slopes(z, out)
-            same_time.append(by_z)
-            return by_out
-
-        band = self.network.pull_back(window, features, theta, slope)
+        out, h = self.network.trace(past_windows(z, self.window), features, theta)
+        by_out, by_z = self._slopes(z, out)
+        band = self.network.pull_back(by_out, h)
         if self.taps is not None:
             band = band + self.taps.matrix(theta).mT[:, None]
-        return solve_band_transposed(torch.cat([band, same_time[0]], -1), g, free)
+        return solve_band_transposed(torch.cat([band, by_z], -1), g, free)
 
     def _slopes(
         self, z: Tensor, out: Tensor

@@ -1,6 +1,6 @@
 """What the flows share: conditioner network (appendix B), taps, pieces of their affine maps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -101,7 +101,7 @@ class Conditioner(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> Float[Tensor, "mc time out"]:
         """Outputs at every time for every draw; pass ``None`` for a network without window."""
-        return self._read_out(self._activations(window, features, theta)[-1], features, theta)
+        return self.trace(window, features, theta)[0]
 
     def matrices(self) -> list[nn.Parameter]:
         """Weights between layers; the linear path from ϑ is left out, it starts at 0."""
@@ -110,28 +110,26 @@ class Conditioner(nn.Module):
 
     def pull_back(
         self,
-        window: Float[Tensor, "mc time window"],
-        features: Float[Tensor, "time features"],
-        theta: Float[Tensor, "mc theta"],
-        slope: Callable[[Tensor], Float[Tensor, "mc time rows out"]],
+        rows: Float[Tensor, "mc time rows out"],
+        h: list[Float[Tensor, "mc time hidden"]],
     ) -> Float[Tensor, "mc time rows window"]:
-        """Rows ``slope(outputs)`` times the Jacobian d outputs / d window, without autograd."""
-        h = self._activations(window, features, theta)
-        rows = slope(self._read_out(h[-1], features, theta)) @ self.out.weight
+        """Rows times the Jacobian d outputs / d window, without autograd; h is of ``trace``."""
+        rows = rows @ self.out.weight
         for layer, below in zip(reversed(self.hidden), reversed(h[1:]), strict=True):
             rows = (rows * (below > 0)[..., None, :]) @ layer.weight
         return (rows * (h[0] > 0)[..., None, :]) @ self.from_window.weight
 
-    def _activations(
+    def trace(
         self, window: Tensor | None, features: Tensor, theta: Tensor
-    ) -> list[Float[Tensor, "mc time hidden"]]:
+    ) -> tuple[Float[Tensor, "mc time out"], list[Float[Tensor, "mc time hidden"]]]:
+        """Outputs, and what each hidden layer made on the way."""
         h = self.from_features(features) + self.from_theta(theta)[:, None]
         if self.from_window is not None:
             h = h + self.from_window(window)
         h = [h.relu()]
         for layer in self.hidden:
             h.append(layer(h[-1]).relu())
-        return h
+        return self._read_out(h[-1], features, theta), h
 
     def _read_out(self, h: Tensor, features: Tensor, theta: Tensor) -> Tensor:
         out = self.out(h)

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from lib.config import DTYPES, FitConfig
 from lib.data import Grid, Observations
+from lib.diagnostics import gap_limit
 from lib.elbo import Elbo, elbo
 from lib.muon import Muon
 from lib.network import Conditioner, ThetaTaps
@@ -66,7 +67,7 @@ def fit(
         run = _Run(model.to(dtype, device), q.to(device, dtype), grid, wide)
         history, stopped = run.train(config, seed, progress, clock)
     # A fifth of the gap that the trust report allows.
-    tolerance = 0.1 * (1 + model.num_states * observations.num_steps / 200)
+    tolerance = 0.2 * gap_limit(model.num_states * observations.num_steps)
     converged, reason = (False, stopped) if stopped else judge(history.elbo, tolerance)
     q.requires_grad_(False)
     return FitResult(
@@ -150,9 +151,10 @@ class _Run:
     @torch.no_grad()
     def broken_term(self, noise: Noise, step: int) -> str:
         """Which term of the ELBO is not finite, as a sentence."""
-        bound: Elbo = elbo(self.model, self.q, self.grid, noise)
+        bound: Elbo = elbo(self.model, self.q, self.grid, noise, wide=self.wide)
         bad = [name for name, term in bound._asdict().items() if not term.isfinite().all()]
-        bad = [name for name in bad if name != "value"] or ["the gradient alone"]
+        # Both sum up other terms, the second at ϑ further out: named only when they stand alone.
+        bad = [n for n in bad if n not in ("value", "conditional")] or bad or ["the gradient alone"]
         return (
             f"stopped at step {step}: {MAX_SKIPPED} steps in a row had a non-finite gradient; "
             f"not finite: {', '.join(bad)}"

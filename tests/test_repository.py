@@ -50,6 +50,7 @@ PICTURE = {
     "train": {
         "config",
         "data",
+        "diagnostics",
         "elbo",
         "muon",
         "network",
