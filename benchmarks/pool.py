@@ -32,7 +32,7 @@ def fingerprint(root: Path) -> str:
     files = [*(root / "lib").rglob("*.py"), *(root / "data").rglob("*")]
     files.append(root / "benchmarks/fits.py")
     digest = hashlib.sha256()
-    for path in sorted(p for p in files if p.is_file() and p.name != "plots.py"):
+    for path in sorted(p for p in files if p.is_file() and not p.name.startswith("plots")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -71,8 +71,8 @@ def diagnose(
 ) -> Diagnostics:
     """Summarise the log weights of fresh draws and say in words whether to trust the fit.
 
-    Flagged: k-hat > 0.7, or ESS fraction < 0.1, or log evidence − ELBO > 0.5·(1 + p·N/200), or not
-    converged, or a weight that is not finite, or what ``second_faults`` finds.
+    Flagged: not converged, or a weight that is not finite, or k-hat > 0.7, or ESS fraction < 0.1,
+    or an evidence more than 0.5·(1 + p·N/200) above the ELBO, or too much mass beyond q(ϑ).
 
     Args:
         log_weight: log p(ϑ, x, y) − log q(ϑ, x), unnormalised.
@@ -82,12 +82,13 @@ def diagnose(
     """
     log_evidence, se = log_mean(log_weight), float(log_weight.std()) / math.sqrt(len(log_weight))
     mean, ess, k = float(log_weight.mean()), ess_fraction(log_weight), k_hat(log_weight)
-    gap, limit = log_evidence - mean, gap_limit(path_size)
-    faults = ([] if converged else [reason]) + _first_faults(mean, k, ess, gap, limit)
+    faults = ([] if converged else [reason]) + _weight_faults(mean, k, ess)
     wide, notes = (), []
     if second is not None:
         wide, notes = (log_mean(second.log_weight), *unseen(second)), second_notes(second)
-        faults += second_faults(second, mean, limit)
+        faults += unseen_faults(second)
+    gap = log_evidence - mean
+    faults += gap_faults(gap, second, mean, gap_limit(path_size))
     found = f"k-hat {k:.2f}, effective share {ess:.2f}, ELBO {max(gap, 0.0):.2f} nats below the "
     found += "weighted evidence" + (f", {wide[1]:.1%} of the mass beyond q(ϑ)" if wide else "")
     first = "Flagged: " + "; ".join(faults) if faults else "No fault seen: " + found
@@ -95,16 +96,14 @@ def diagnose(
     return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict, *wide)
 
 
-def _first_faults(mean: float, k: float, ess: float, gap: float, limit: float) -> list[str]:
+def _weight_faults(mean: float, k: float, ess: float) -> list[str]:
     faults = []
     if not math.isfinite(mean):
         faults.append("some draws have a weight that is not finite")
     if not k <= K_HAT_LIMIT:
-        faults.append(f"k-hat is {k:.2f}, above 0.7: do not trust the weighted numbers")
+        faults.append(f"k-hat is {k:.2f}, above {K_HAT_LIMIT:g}: do not trust the weighted numbers")
     if not ess >= ESS_LIMIT:
-        faults.append(f"the effective share of the draws is {ess:.3f}, below 0.1")
-    if not gap <= limit:
-        faults.append(f"the ELBO is {gap:.2f} nats below the evidence, more than {limit:.2f}")
+        faults.append(f"the effective share of the draws is {ess:.3f}, below {ESS_LIMIT:g}")
     return faults
 
 
@@ -114,25 +113,33 @@ def unseen(second: SecondLook) -> tuple[float, float]:
     return float(weight[second.outside].sum()), _ess(second.log_weight[second.outside])
 
 
-def second_faults(second: SecondLook, elbo: float, limit: float) -> list[str]:
-    """What the wider draws hold against the fit, beyond their own noise.
+def unseen_faults(second: SecondLook) -> list[str]:
+    """More than 5 % of the mass outside q(ϑ), carried by at least UNSEEN_ESS effective draws."""
+    share, ess = unseen(second)
+    if not (share > UNSEEN_LIMIT and ess >= UNSEEN_ESS):
+        return []
+    return [
+        f"{share:.0%} of the posterior mass found lies where q(ϑ) has next to none: "
+        "it is too narrow or misses a mode"
+    ]
 
-    More than 5 % of the mass outside q(ϑ), carried by at least UNSEEN_ESS effective draws; or a log
-    evidence more than ``limit`` and two of its standard errors above the ELBO.
+
+def gap_faults(own: float, second: SecondLook | None, elbo: float, limit: float) -> list[str]:
+    """The larger of the gaps between ELBO and evidence that are beyond ``limit``, in words.
+
+    ``own`` is that of q's own draws. That of the wider ones must also be beyond the limit by two of
+    its standard errors.
     """
-    faults, (share, ess) = [], unseen(second)
-    if share > UNSEEN_LIMIT and ess >= UNSEEN_ESS:
-        faults.append(
-            f"{share:.0%} of the posterior mass found lies where q(ϑ) has next to none: "
-            "it is too narrow or misses a mode"
-        )
-    n, gap = len(second.log_weight), log_mean(second.log_weight) - elbo
-    if not gap - 2 * math.sqrt(max(1 / _ess(second.log_weight) - 1 / n, 0.0)) <= limit:
-        faults.append(
-            f"draws from a wider q(ϑ) put the evidence {gap:.2f} nats above the ELBO, more than "
-            f"{limit:.2f}"
-        )
-    return faults
+    faults = []
+    if not own <= limit:
+        faults.append((own, f"the ELBO is {own:.2f} nats below the evidence"))
+    if second is not None:
+        n, gap = len(second.log_weight), log_mean(second.log_weight) - elbo
+        ess = max(_ess(second.log_weight), 1.0)  # at least one, unless no draw has any weight
+        if not gap - 2 * math.sqrt(max(1 / ess - 1 / n, 0.0)) <= limit:
+            words = f"draws from a wider q(ϑ) put the evidence {gap:.2f} nats above the ELBO"
+            faults.append((gap, words))
+    return [f"{max(faults)[1]}, more than {limit:.2f}"] if faults else []
 
 
 def second_notes(second: SecondLook) -> list[str]:

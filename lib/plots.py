@@ -1,28 +1,48 @@
-"""Figures of the study and of any fit; the only importer of matplotlib and seaborn."""
+"""Figures of any fit; those of the heavier studies come from ``plots_studies``."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
-import torch
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-COLUMN = 3.5  # inches, one column of a journal page
-BAND_LEVELS = (0.025, 0.5, 0.975)
-FAN_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
-INK, TRUTH = "#222222", "#d55e00"
-PALETTE = sns.color_palette("colorblind")
-LINES = ("-", "--", ":", "-.")
+from lib.plots_parts import (
+    BAND_LEVELS,
+    COLUMN,
+    FAN_LEVELS,
+    INK,
+    LINES,
+    PALETTE,
+    TRUTH,
+    band,
+    fan,
+    legend_above,
+    quantiles,
+    row,
+    set_style,
+)
+from lib.plots_studies import KINDS, robustness
 
-
-def set_style() -> None:
-    """Fonts and lines that stay readable at column width; colour-blind safe palette."""
-    sns.set_theme(context="paper", style="ticks", palette=PALETTE, font_scale=0.95)
-    plt.rcParams |= {"figure.dpi": 110, "savefig.dpi": 200, "legend.frameon": False}
+# What notebooks and benchmarks find here.
+__all__ = [
+    "BAND_LEVELS",
+    "FAN_LEVELS",
+    "KINDS",
+    "band",
+    "compare_bands",
+    "elbo_trace",
+    "fan",
+    "forecast",
+    "marginals",
+    "observed",
+    "quantiles",
+    "robustness",
+    "set_style",
+    "smoothing",
+]
 
 
 def smoothing(
@@ -46,7 +66,7 @@ def smoothing(
         truth: (times, values) of the first component's true path, if it is known.
         num_paths: Paths drawn as lines; the band uses all.
     """
-    figure, axes = _row(x.shape[-1], height=2.7)
+    figure, axes = row(x.shape[-1], height=2.7)
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
         band(axis, t, x[..., j], PALETTE[0], "95 % of q")
         axis.plot(t, x[:num_paths, :, j].T, color=PALETTE[0], lw=0.4, alpha=0.4)
@@ -57,22 +77,7 @@ def smoothing(
             axis.plot(*points[j], ".", color=INK, ms=3.5, label="observations")
         axis.set(xlabel=time_label, ylabel=label)
     sns.despine(figure)
-    return _legend_above(figure, axes)
-
-
-def band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: object, label: str) -> None:
-    """Shade the central 95 % of draws at each time."""
-    low, _, high = np.quantile(x.numpy(), BAND_LEVELS, axis=0)
-    axis.fill_between(t, low, high, color=color, alpha=0.25, lw=0, label=label)
-
-
-def fan(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], color: object, label: str) -> None:
-    """The central 95 and 50 % of draws and their median at each time."""
-    low, lower, middle, upper, high = np.quantile(x.numpy(), FAN_LEVELS, axis=0)
-    outer = f"{label}: median, 50, 95 %"
-    axis.fill_between(t, low, high, color=color, alpha=0.28, lw=0, label=outer)
-    axis.fill_between(t, lower, upper, color=color, alpha=0.4, lw=0)
-    axis.plot(t, middle, color=color, lw=1)
+    return legend_above(figure, axes)
 
 
 def forecast(
@@ -105,7 +110,7 @@ def forecast(
         axis.set(ylabel=label, title=title)
     axes[-1].set_xlabel(time_label)
     sns.despine(figure)
-    return _legend_above(figure, axes)
+    return legend_above(figure, axes)
 
 
 def observed(
@@ -117,7 +122,7 @@ def observed(
     truth: tuple[Tensor, Tensor] | None = None,
 ) -> Figure:
     """The data of one component; ``truth`` is (times, values) of the true path, if it is known."""
-    figure, (axis,) = _row(1, height=2.2)
+    figure, (axis,) = row(1, height=2.2)
     if truth is not None:
         axis.plot(*truth, color=TRUTH, lw=1.2, label="true path")
     axis.plot(t, y, ".", color=INK, ms=3.5, label="observations")
@@ -125,7 +130,8 @@ def observed(
     if truth is not None:
         axis.legend(fontsize="x-small", handlelength=1.5)
     sns.despine(figure)
-    return _finish(figure)
+    figure.tight_layout()
+    return figure
 
 
 def marginals(
@@ -145,7 +151,7 @@ def marginals(
         weights: Name → importance weights of its draws.
         truth: Values the data were simulated with.
     """
-    figure, axes = _row(len(labels), height=2.6)
+    figure, axes = row(len(labels), height=2.6)
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
         for k, (name, curve) in enumerate((curves or {}).items()):
             axis.plot(*curve[j], color=INK, lw=1.6 - 0.6 * k, ls=LINES[k], label=name)
@@ -160,7 +166,7 @@ def marginals(
         axis.set_xlim(min(part.min() for part in ends), max(part.max() for part in ends))
         axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
     sns.despine(figure)
-    return _legend_above(figure, axes)
+    return legend_above(figure, axes)
 
 
 def elbo_trace(
@@ -173,7 +179,7 @@ def elbo_trace(
         log_evidence: log p(y), which no ELBO exceeds.
         window: Steps averaged by the line; the values of single steps lie behind it.
     """
-    figure, (axis,) = _row(1, height=2.4)
+    figure, (axis,) = row(1, height=2.4)
     for k, (name, elbo) in enumerate(runs.items()):
         values = elbo if log_evidence is None else log_evidence - elbo
         style, span = {"color": PALETTE[k % len(PALETTE)]}, min(window, len(values))
@@ -190,7 +196,7 @@ def elbo_trace(
     ylabel = "ELBO (nats)" if log_evidence is None else "log p(y) − ELBO (nats)"
     axis.set(xlabel="step", ylabel=ylabel)
     sns.despine(figure)
-    return _legend_above(figure, [axis])
+    return legend_above(figure, [axis])
 
 
 def compare_bands(
@@ -203,7 +209,7 @@ def compare_bands(
     names: tuple[str, str] = ("q", "reference"),
 ) -> Figure:
     """Medians and 95 % intervals of q beside a reference's, one panel a component."""
-    figure, axes = _row(len(labels), height=2.7)
+    figure, axes = row(len(labels), height=2.7)
     place = np.asarray(t, dtype=float)
     width = 0.12 * np.min(np.diff(place))
     for j, (axis, label) in enumerate(zip(axes, labels, strict=True)):
@@ -217,69 +223,4 @@ def compare_bands(
             axis.errorbar(place + side * width, middle, (middle - low, high - middle), **style)
         axis.set(xlabel=time_label, ylabel=label)
     sns.despine(figure)
-    return _legend_above(figure, axes)
-
-
-def _row(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    width = COLUMN * (1.25 if panels == 1 else 1.8 if panels == 2 else 2.16)
-    figure, axes = plt.subplots(1, panels, figsize=(width, height), squeeze=False)
-    return figure, list(axes[0])
-
-
-def _finish(figure: Figure) -> Figure:
-    figure.tight_layout()
-    return figure
-
-
-def _legend_above(figure: Figure, axes: Sequence[Axes]) -> Figure:
-    """One legend for all panels, where no curve is."""
-    named = {}
-    for axis in axes:
-        named |= {n: h for h, n in zip(*axis.get_legend_handles_labels(), strict=True)}
-    longest = max(len(name) for name in named)
-    fitting = int(figure.get_figwidth() / (0.45 + 0.05 * longest))  # inches: handle and letters
-    rows = -(-len(named) // max(1, min(4, fitting)))
-    columns = -(-len(named) // rows)
-    legend = {"loc": "upper center", "ncols": columns, "fontsize": "x-small"}
-    figure.legend(named.values(), named.keys(), **legend)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.21 * rows / figure.get_figheight()))
-    return figure
-
-
-def quantiles(x: Float[Tensor, "mc time"], levels: Sequence[float] = BAND_LEVELS) -> Tensor:
-    """Quantiles over the draws, one row for each level."""
-    return torch.as_tensor(np.quantile(x.numpy(), levels, axis=0))
-
-
-KINDS = {"regular": "o", "tailed": "^", "plateau": "s"}
-
-
-def robustness(table: Mapping[str, Sequence], bars: Sequence[float]) -> Figure:
-    """KL of the fit to each data set on a log axis, and k-hat below; flagged fits are ringed.
-
-    Args:
-        table: Columns seed, kind (a key of KINDS), kl, k_hat, flagged; in the order drawn.
-        bars: Values of KL, nats, drawn as lines.
-    """
-    size = (COLUMN * 1.25, 4.2)
-    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=(3, 2))
-    kinds, flagged = np.asarray(table["kind"]), np.asarray(table["flagged"], dtype=bool)
-    for axis, column in zip(axes, ("kl", "k_hat"), strict=True):
-        values = np.asarray(table[column], dtype=float)
-        top = 2 * np.max(values, where=np.isfinite(values), initial=1.0)
-        values = np.where(np.isfinite(values), values, top)  # a fit without numbers: at the top
-        for k, (kind, mark) in enumerate(KINDS.items()):
-            (at,) = np.nonzero(kinds == kind)
-            axis.plot(at, values[at], mark, color=PALETTE[k], ms=4.5, label=f"{kind} posterior")
-        ring = {"mfc": "none", "mec": INK, "ms": 9, "label": "flagged fit"}
-        axis.plot(np.nonzero(flagged)[0], values[flagged], "o", **ring)
-        axis.margins(y=0.12)
-    for k, bar in enumerate(bars):
-        axes[0].axhline(bar, color=INK, lw=0.8, ls=LINES[k + 1], label=f"{bar:g} nats")
-    axes[1].axhline(0.7, color=INK, lw=0.8, ls=LINES[3], label="k-hat 0.7")
-    axes[0].set(yscale="log", ylabel="log p(y) − ELBO (nats)")
-    axes[0].yaxis.set_major_formatter("{x:g}")
-    axes[1].set(xlabel="seed of the data set", ylabel="k-hat")
-    axes[1].set_xticks(range(len(kinds)), table["seed"], rotation=90)
-    sns.despine(figure)
-    return _legend_above(figure, list(axes))
+    return legend_above(figure, axes)

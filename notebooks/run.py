@@ -3,18 +3,19 @@
 import argparse
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import claims
 import ledger
+import studies
 from parameters import check_data, read_defaults, read_study
+from studies import STUDIES
 
 # torch, papermill and nbconvert are imported where they are used: the options are judged on a bare
 # Python before set-up, and a second run with nothing to do must not wait for them.
@@ -24,8 +25,6 @@ TIMES = (
     "On 2 CPU cores: set-up 2 to 5 minutes with its downloads, the full run at most 30 minutes, "
     "--quick at most 4, --test at most 12, a second full run with nothing changed a few seconds."
 )
-# Heavier studies, benchmarks/NAME.py, run by name only; how long each takes on 2 CPU cores.
-STUDIES = {"ablation": "some 2 hours, estimated", "robustness": "25 minutes"}
 
 
 class Job(NamedTuple):
@@ -36,10 +35,6 @@ class Job(NamedTuple):
     digest: str
 
 
-class NotebookFailed(Exception):
-    """A notebook or a study stopped; the message is the sentence for the user."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"run_all.sh: {message} (see ./run_all.sh --help)\n")
@@ -48,8 +43,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of run_all.sh, which hands them over unchanged."""
     about = "Runs the study's notebooks; sets up .venv first when no environment is active."
-    studies = "; ".join(f"{name}: {minutes}" for name, minutes in STUDIES.items())
-    times = f"{TIMES} Heavier studies, run by name only and resumed when stopped: {studies}."
+    heavier = "; ".join(f"{name}: {minutes}" for name, minutes in STUDIES.items())
+    times = f"{TIMES} Heavier studies, run by name only and resumed when stopped: {heavier}."
     parser = _Parser("run_all.sh", description=about, epilog=times, allow_abbrev=False)
     add, study = parser.add_argument, f"or a study: {', '.join(STUDIES)}"
     add("names", nargs="*", metavar="NAME", help=f"notebooks by stem or prefix such as 01, {study}")
@@ -83,14 +78,6 @@ def select(root: Path, names: Sequence[str]) -> list[str]:
     return notebooks + [name for name in STUDIES if name in wanted]
 
 
-def check_studies(names: Sequence[str], args: argparse.Namespace) -> None:
-    """Refuses what the studies cannot do, before anything runs."""
-    if names and args.quick:
-        raise SystemExit(f"--quick is of the notebooks; {', '.join(names)} has no quick values.")
-    if names and args.device == "cuda":
-        raise SystemExit(f"{', '.join(names)} runs on the CPU, a fit on each core; got cuda.")
-
-
 def resolve_device(device: str) -> str:
     """'cpu' or 'cuda'; refuses a GPU that is not there before any notebook runs."""
     if device == "cpu":
@@ -117,22 +104,18 @@ def read_job(root: Path, stem: str, args: argparse.Namespace, device: str) -> Jo
 
 def execute(root: Path, target: Path, job: Job) -> list[str]:
     """Runs a notebook in a hidden folder; its files reach target only when it succeeds."""
-    stage = target / "results" / f".{job.stem}"
-    shutil.rmtree(stage, ignore_errors=True)
-    for folder in ("figures", "results"):
-        (stage / folder).mkdir(parents=True)
-    (target / "results/notebooks").mkdir(exist_ok=True)
-    try:
-        run_papermill(root / "notebooks", stage, job)
-        return publish(stage, target) + keep_notebook(stage, target, job.stem)
-    except Exception as error:
-        half_run, where = stage / f"{job.stem}.ipynb", ""
-        if half_run.is_file():
-            kept = half_run.replace(target / f"results/notebooks/{job.stem}.failed.ipynb")
-            where = f"; the half-run notebook is {kept.relative_to(root).as_posix()}"
-        raise NotebookFailed(f"{job.stem} failed {describe_error(error)}{where}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    with ledger.staged(target, job.stem) as stage:
+        (target / "results/notebooks").mkdir(exist_ok=True)
+        try:
+            run_papermill(root / "notebooks", stage, job)
+            return ledger.publish(stage, target) + keep_notebook(stage, target, job.stem)
+        except Exception as error:
+            half_run, where = stage / f"{job.stem}.ipynb", ""
+            if half_run.is_file():
+                kept = half_run.replace(target / f"results/notebooks/{job.stem}.failed.ipynb")
+                where = f"; the half-run notebook is {kept.relative_to(root).as_posix()}"
+            sentence = f"{job.stem} failed {describe_error(error)}{where}"
+            raise ledger.TaskFailed(sentence) from error
 
 
 def run_papermill(notebooks: Path, stage: Path, job: Job) -> None:
@@ -165,17 +148,6 @@ def describe_error(error: Exception) -> str:
     return f"in cell [{error.exec_count}] (`{first}`) with {error.ename}: {last}"
 
 
-def publish(stage: Path, target: Path) -> list[str]:
-    """Moves the staged figures and tables to their places; their new paths."""
-    published = []
-    for folder in ("figures", "results"):
-        (target / folder).mkdir(exist_ok=True)
-        for path in sorted((stage / folder).iterdir()):
-            path.replace(target / folder / path.name)
-            published.append(f"{folder}/{path.name}")
-    return published
-
-
 def keep_notebook(stage: Path, target: Path, stem: str) -> list[str]:
     """Moves the executed notebook to its place, where a failed one has no more business."""
     executed = target / f"results/notebooks/{stem}.ipynb"
@@ -190,83 +162,9 @@ def run_quick(root: Path, jobs: Sequence[Job]) -> list[str]:
     for job in jobs:
         try:
             timed_execute(root, root / "results/quick", job)
-        except NotebookFailed as failure:
+        except ledger.TaskFailed as failure:
             failures.append(str(failure))
     return failures
-
-
-def run_study(root: Path, jobs: Sequence[Job], force: bool, device: str) -> list[str]:
-    """Runs the notebooks that are not up to date and records what each made; what failed."""
-    failures, commit, machine = [], ledger.describe_commit(root), ledger.describe_device(device)
-    for job in jobs:
-        if not force and ledger.is_current(root, job.stem, job.digest):
-            print(f"{job.stem}: up to date", flush=True)
-            continue
-        ledger.forget(root, job.stem)
-        try:
-            files, seconds = timed_execute(root, root, job)
-        except NotebookFailed as failure:
-            failures.append(str(failure))
-            continue
-        figures = [name for name in files if name.startswith("figures/")]
-        rows = [ledger.Origin(f, job.stem, commit, machine, f"{seconds:.0f}") for f in figures]
-        ledger.update_manifest(root, job.stem, rows)
-        ledger.remember(root, job.stem, job.digest, files)
-    return failures
-
-
-def run_benchmarks(root: Path, names: Sequence[str], force: bool) -> list[str]:
-    """Runs the named studies that are not up to date and records what each made; what failed."""
-    failures, commit, machine = [], ledger.describe_commit(root), ledger.describe_device("cpu")
-    for name in names:
-        digest = ledger.fingerprint_study(root, name)
-        if not force and ledger.is_current(root, name, digest):
-            print(f"{name}: up to date", flush=True)
-            continue
-        ledger.forget(root, name)
-        try:
-            files, seconds = run_benchmark(root, name, force)
-        except NotebookFailed as failure:
-            failures.append(str(failure))
-            continue
-        figures = [file for file in files if file.startswith("figures/")]
-        rows = [ledger.Origin(f, name, commit, machine, seconds) for f in figures]
-        ledger.update_manifest(root, name, rows)
-        ledger.remember(root, name, digest, files)
-    return failures
-
-
-def run_benchmark(root: Path, name: str, force: bool) -> tuple[list[str], str]:
-    """A study in a process of its own: what it made, and its seconds, over all its sittings."""
-    stage = root / "results" / f".{name}"
-    shutil.rmtree(stage, ignore_errors=True)
-    for folder in ("figures", "results"):
-        (stage / folder).mkdir(parents=True)
-    print(f"{name}: running ({STUDIES[name]})", flush=True)
-    script = [sys.executable, str(root / f"benchmarks/{name}.py"), "--save-to", str(stage)]
-    try:
-        code = wait(subprocess.Popen([*script, "--fresh"] if force else script, cwd=root))
-        if code == 130:
-            raise KeyboardInterrupt
-        if code:
-            raise NotebookFailed(
-                f"{name} failed with exit code {code}, for the reason above; its finished fits "
-                f"are kept, and ./run_all.sh {name} goes on there"
-            )
-        seconds = (root / f"results/.{name}.seconds").read_text()
-        return publish(stage, root), seconds
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def wait(process: subprocess.Popen) -> int:
-    """Its exit code; a stop request is handed on, and met when the process has ended."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
 
 
 def timed_execute(root: Path, target: Path, job: Job) -> tuple[list[str], float]:
@@ -291,12 +189,26 @@ def write_html(target: Path, stems: Sequence[str]) -> None:
             page.write_text(HTMLExporter().from_filename(str(executed))[0], encoding="utf-8")
 
 
+def run_named(
+    root: Path, args: argparse.Namespace, jobs: Sequence[Job], names: Sequence[str], device: str
+) -> list[str]:
+    """Runs the notebooks, then the studies of these names; what failed."""
+    if args.quick:
+        return run_quick(root, jobs)
+    notebooks = [
+        ledger.Task(job.stem, job.digest, partial(timed_execute, root, root, job)) for job in jobs
+    ]
+    failures = ledger.run_outdated(root, notebooks, args.force, device)
+    tasks = studies.tasks(root, names, fresh=args.force)
+    return failures + ledger.run_outdated(root, tasks, args.force, "cpu")
+
+
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Judges everything first, runs what was named, then makes the pages and the claims table."""
     args = parse(argv)
     names = select(root, args.names)
-    stems, studies = [n for n in names if n not in STUDIES], [n for n in names if n in STUDIES]
-    check_studies(studies, args)
+    stems, heavy = [n for n in names if n not in STUDIES], [n for n in names if n in STUDIES]
+    studies.check(heavy, args)
     if args.check:
         return 0
     if args.test or args.setup:
@@ -306,16 +218,14 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     target = root / "results/quick" if args.quick else root
     (target / "results").mkdir(parents=True, exist_ok=True)
     try:
-        quick = args.quick
-        failures = run_quick(root, jobs) if quick else run_study(root, jobs, args.force, device)
-        failures += run_benchmarks(root, studies, args.force)
+        failures = run_named(root, args, jobs, heavy, device)
         write_html(target, stems)
     except KeyboardInterrupt:
         print("Interrupted; the notebooks and fits that had finished are kept.", file=sys.stderr)
         return 130
     for sentence in failures:
         print(sentence, file=sys.stderr)
-    if stems and not quick:
+    if stems and not args.quick:
         claims.update_readme(root)
     return 1 if failures else 0
 

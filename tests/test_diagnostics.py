@@ -255,6 +255,35 @@ def test_evidence_of_the_wide_draws_is_held_against_the_elbo():
     assert judge(nan).flagged
 
 
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        (0.0, "draws from a wider q(ϑ) put the evidence 2.00 nats above the ELBO"),
+        (-0.5, "the ELBO is 1.89 nats below the evidence"),
+        (-1.5, "the ELBO is 1.89 nats below the evidence"),
+    ],
+)
+def test_the_larger_gap_is_said_once(level, words):
+    """Gaps of 1.89 and of 2.00, 1.50, 0.50 with a limit of 1. Kills two sentences, or the lesser.
+
+    Without the wider draws, and with their gap alone, see the tests above.
+    """
+    log_weight = torch.cat([torch.zeros(900), torch.full((100,), -20.0)])
+    second = looked(900, torch.zeros(0))
+    second = second._replace(log_weight=second.log_weight + level)
+    report = diagnose(log_weight, 200, True, "", second)
+    assert report.flagged and f"{words}, more than 1.00" in report.verdict
+    assert report.verdict.count("nats") == 1
+
+
+def test_no_draw_with_any_weight_is_flagged():
+    """Kills a division by the effective number of draws, which is 0 here."""
+    second = looked(900, torch.zeros(0))
+    second = second._replace(log_weight=torch.full_like(second.log_weight, -torch.inf))
+    report = diagnose(torch.full((500,), torch.nan), 200, True, "", second)
+    assert report.flagged and "not finite" in report.verdict
+
+
 def test_without_a_second_look_nothing_is_said_of_it():
     report = diagnose(0.1 * torch.linspace(-2, 2, 500), 200, True, "")
     assert math.isnan(report.unseen) and "beyond" not in report.verdict

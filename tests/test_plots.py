@@ -9,7 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 
-from lib import plots  # noqa: E402
+from lib import plots, plots_studies  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +126,20 @@ def test_compare_bands():
     for shift, container in enumerate(figure.axes[0].containers):
         ends = np.array([part[:, 1] for part in container.lines[2][0].get_segments()])
         assert ends == pytest.approx(bands[[0, 2]].T.numpy() + shift)
+
+
+def test_robustness_rings_the_flagged_and_draws_the_limit_of_k_hat(monkeypatch):
+    """Kills a limit typed by hand, a ring around another fit, a failed fit that is left out."""
+    monkeypatch.setattr(plots_studies, "K_HAT_LIMIT", 0.6)
+    table = {"seed": ["100", "101", "102"], "kind": ["regular", "regular", "plateau"]}
+    table |= {"kl": [0.1, 0.2, np.inf], "k_hat": [0.3, 0.8, np.inf], "flagged": [False, True, True]}
+    kl, k_hat = plots.robustness(table, bars=[0.5]).axes
+    (limit,) = [line for line in k_hat.lines if line.get_label() == "k-hat 0.6"]
+    assert limit.get_ydata() == pytest.approx([0.6, 0.6])
+    for axis, column in ((kl, "kl"), (k_hat, "k_hat")):
+        drawn = {line.get_label(): line for line in axis.lines}
+        assert drawn["regular posterior"].get_ydata() == pytest.approx(table[column][:2])
+        assert drawn["plateau posterior"].get_ydata() == pytest.approx([2.0])
+        assert drawn["flagged fit"].get_xdata() == pytest.approx([1, 2])
+        assert drawn["flagged fit"].get_ydata() == pytest.approx([table[column][1], 2.0])
+    assert [label.get_text() for label in k_hat.get_xticklabels()] == table["seed"]

@@ -20,7 +20,9 @@ PICTURE = {
     "muon": set(),
     "network": set(),
     "panels": set(),
-    "plots": set(),
+    "plots": {"plots_parts", "plots_studies"},
+    "plots_parts": set(),
+    "plots_studies": {"diagnostics", "plots_parts"},
     "sde": set(),
     "features": {"data"},
     "gauss_markov": {"network"},
@@ -99,7 +101,8 @@ def test_only_plots_draws_and_only_train_knows_devices():
     for path in MODULES:
         source = path.read_text()
         drawing = {i for i in imported(source) if i.split(".")[0] in ("matplotlib", "seaborn")}
-        assert path.stem == "plots" or not drawing, path.name
+        # The studies' journal passes over files of this name: no number of a fit may hang on them.
+        assert path.stem.startswith("plots") or not drawing, path.name
         assert path.stem == "train" or "torch.cuda" not in source, path.name
 
 

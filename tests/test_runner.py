@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import run
+import studies
 import torch
 from parameters import read_cells
 
@@ -344,7 +345,7 @@ def test_studies_are_named_whole_and_never_part_of_the_default_run(study):
         SystemExit, match="'abl'; there are 01_a. Studies, by their whole name: abl"
     ):
         run.select(study, ["abl"])
-    assert set(run.STUDIES) == {
+    assert set(studies.STUDIES) == {
         path.stem
         for path in (run.ROOT / "benchmarks").glob("*.py")
         if "pool.guarded(main)" in path.read_text()
@@ -429,12 +430,38 @@ def test_dead_worker_ends_the_study_with_a_sentence(study, capfd):
     assert not (study / "results/ablation.csv").exists() and not ledger.read_state(study)
 
 
+def test_a_study_that_fails_does_not_stop_the_next(study, capfd):
+    """Kills a loop that ends at the first failure, and one that records what has failed."""
+    (study / "die").touch()
+    (study / "benchmarks/robustness.py").write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "Path(sys.argv[2], 'figures/robustness.png').write_text('')\n"
+        "Path('results/.robustness.seconds').write_text('7')\n"
+    )
+    assert run.main(["robustness", "ablation"], study) == 1
+    assert "ablation failed with exit code 1" in capfd.readouterr().err
+    (row,) = csv.DictReader((study / "results/manifest.csv").read_text().splitlines())
+    assert (row["notebook"], row["seconds"]) == ("robustness", "7")
+    assert list(ledger.read_state(study)) == ["robustness"]
+
+
+def test_study_that_stopped_itself_ends_the_run_as_interrupted(study, capfd):
+    """Kills a Ctrl-C that reached the study first and is told as its failure."""
+    (study / "benchmarks/ablation.py").write_text("raise SystemExit(130)")
+    assert run.main(["ablation"], study) == 130
+    assert capfd.readouterr().err.startswith("Interrupted; the notebooks and fits that had")
+    assert not ledger.read_state(study) and not (study / "results/.ablation").exists()
+
+
 def test_fit_is_repeated_when_its_sources_or_its_spec_change(study, benchmarks):
     import pool
 
     source = pool.fingerprint(study)
-    (study / "lib/plots.py").write_text("colour = 2\n")
-    assert pool.fingerprint(study) == source, "a figure's colour costs no fit"
+    figures = sorted(path.name for path in (run.ROOT / "lib").glob("plots*.py"))
+    assert figures[0] == "plots.py" and len(figures) > 1
+    for name in figures:
+        (study / "lib" / name).write_text("colour = 2\n")
+        assert pool.fingerprint(study) == source, f"a figure's colour costs no fit: {name}"
     (study / "lib/sde.py").write_text("one = 2\n")
     assert pool.fingerprint(study) != source
     assert pool.key({"seed": 0}, source) != pool.key({"seed": 1}, source)

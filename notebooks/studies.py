@@ -1,0 +1,54 @@
+"""The heavier studies, benchmarks/NAME.py: run by name only, resumed when they were stopped."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import ledger
+
+STUDIES = {"ablation": "some 2 hours, estimated", "robustness": "25 minutes"}  # on 2 CPU cores
+
+
+def check(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Refuses what the studies cannot do, before anything runs."""
+    if names and args.quick:
+        raise SystemExit(f"--quick is of the notebooks; {', '.join(names)} has no quick values.")
+    if names and args.device == "cuda":
+        raise SystemExit(f"{', '.join(names)} runs on the CPU, a fit on each core; got cuda.")
+
+
+def tasks(root: Path, names: Sequence[str], fresh: bool) -> Iterator[ledger.Task]:
+    """The studies of these names, each judged by the sources as they are when its turn comes."""
+    for name in names:
+        digest = ledger.fingerprint_study(root, name)
+        yield ledger.Task(name, digest, partial(run_study, root, name, fresh))
+
+
+def run_study(root: Path, name: str, fresh: bool) -> tuple[list[str], float]:
+    """A study in a process of its own: what it made, and its seconds, over all its sittings."""
+    print(f"{name}: running ({STUDIES[name]})", flush=True)
+    with ledger.staged(root, name) as stage:
+        script = [sys.executable, str(root / f"benchmarks/{name}.py"), "--save-to", str(stage)]
+        code = wait(subprocess.Popen([*script, "--fresh"] if fresh else script, cwd=root))
+        if code == 130:
+            raise KeyboardInterrupt
+        if code:
+            raise ledger.TaskFailed(
+                f"{name} failed with exit code {code}, for the reason above; its finished fits "
+                f"are kept, and ./run_all.sh {name} goes on there"
+            )
+        seconds = float((root / f"results/.{name}.seconds").read_text())
+        return ledger.publish(stage, root), seconds
+
+
+def wait(process: subprocess.Popen) -> int:
+    """Its exit code; a stop request is handed on, and met when the process has ended."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
