@@ -4,6 +4,7 @@ from lib.agreement import Agreement, compare_fits
 from lib.config import FitConfig
 from lib.data import Observations, data_path, read_csv
 from lib.diagnostics import Diagnostics, Marginals
+from lib.family import Family
 from lib.kalman import (
     FilterResult,
     LinearGaussian,
@@ -12,7 +13,7 @@ from lib.kalman import (
     simulate_linear_gaussian,
 )
 from lib.mh import MHResult, random_walk_mh
-from lib.posterior import Family, VariationalPosterior
+from lib.posterior import VariationalPosterior
 from lib.quadrature import QuadraturePosterior, ou_posterior
 from lib.result import Draws, FitResult, Forecast, load_fit
 from lib.sde import SDE, SIR, EulerMaruyama, OrnsteinUhlenbeck

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lib.posterior import Family
+from lib.family import Family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHOICES = {
@@ -23,7 +23,8 @@ class FitConfig:
         threads: CPU threads.
         num_steps: Optimiser steps; the run is exactly that long, because the decay needs it.
         num_samples: Monte Carlo draws n of each step.
-        wide_samples: Further draws, which train q(x | ϑ) alone at ϑ further out than q(ϑ) goes.
+        wide_samples: Further draws, which train q(x | ϑ) alone at ϑ from the tails of q(ϑ).
+        refits: Rounds in which q(ϑ) is fitted to weighted draws, the last at the run's end.
         learning_rate: Peak, reached after a warm-up, then cosine decay.
         optimizer: ``"muon"`` for the matrices of the path's networks and Adam for the rest, or
             ``"adam"`` for all.
@@ -36,10 +37,11 @@ class FitConfig:
 
     dtype: str = "float32"
     threads: int = 1
-    num_steps: int = 2000
+    num_steps: int = 2700
     num_samples: int = 20
     learning_rate: float = 1e-2
-    wide_samples: int = 6
+    wide_samples: int = 9
+    refits: int = 3
     optimizer: str = "muon"
     gradient: str = "path"
     tempering: float = 1.0
@@ -59,10 +61,10 @@ class FitConfig:
                 raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}.")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
-        if not isinstance(self.wide_samples, int) or self.wide_samples < 0:
-            raise ValueError(
-                f"wide_samples must be a whole number, 0 or more; got {self.wide_samples!r}."
-            )
+        for name in ("wide_samples", "refits"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number, 0 or more; got {value!r}.")
         if not self.tempering >= 1:
             raise ValueError(f"tempering must be 1 (none) or more; got {self.tempering}.")
 
@@ -71,5 +73,6 @@ class FitConfig:
         """The paper's preset; learning rate and α schedule are ours, the paper gives none."""
         ours = {"learning_rate": 5e-3, "tempering": 10.0, "num_steps": 3000, "num_samples": 50}
         printed = {"optimizer": "adam", "gradient": "total", "wide_samples": 0}
+        printed["refits"] = 0
         printed["family"] = Family.paper(unit)
         return cls(**ours | printed | changes)

@@ -51,9 +51,7 @@ def elbo(
         wide: How many draws, the last ones, train q(x | ϑ) alone, at ϑ further out.
         path_gradient: Differentiate log q through the draws alone; the value is the same.
     """
-    sample = q(noise, wide)
-    if path_gradient:
-        sample = with_path_gradient(q, noise, sample)
+    sample = with_path_gradient(q, q.trace(noise, wide)) if path_gradient else q(noise, wide)
     joint = model.log_joint(sample.vartheta, sample.x, grid)
     value = joint.total - sample.log_q_x
     inner = len(value) - wide

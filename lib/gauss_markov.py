@@ -1,6 +1,7 @@
 """Gauss-Markov base of the path flow: a conditional linear recursion, run backwards in time."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -8,44 +9,72 @@ from torch import Tensor, nn
 
 from lib.network import (
     Conditioner,
+    Pushed,
     ThetaTaps,
     lower_product,
+    pull_theta,
     soft_bound,
     solve_lower_transposed,
 )
 
 
-def compose(
-    a: Float[Tensor, "*batch state state"], b: Float[Tensor, "*batch state state"]
-) -> Float[Tensor, "*batch state state"]:
-    """Matrix product of many small matrices; elementwise for p = 1, where it is a product."""
-    return a * b if a.shape[-1] == 1 else a @ b
+def scan(
+    a: Float[Tensor, "state state time mc"], c: Float[Tensor, "state time mc"]
+) -> Float[Tensor, "state time mc"]:
+    r"""Solve :math:`u_i = A_i u_{i+1} + c_i`, :math:`u_N = c_N`, by doubling: log2(N) steps.
+
+    After step s every (A_i, c_i) stands for the affine map from u_{i+2^s} to u_i (Hillis and
+    Steele's scan over the composition of affine maps). Past the end there is nothing: the last
+    2^s entries are already solved, and their A is no longer needed. The state leads, so that the
+    products of small matrices are a few operations on long rows.
+    """
+    num_times, shift, c = c.shape[1], 1, c.clone()
+    while shift < num_times:
+        # Before c changes in place: the sum is complete when it is added.
+        c[:, :-shift] += (a[:, :, : num_times - shift] * c[None, :, shift:]).sum(1)
+        later = a[:, :, shift:]
+        a = (a[:, :, None, : later.shape[2]] * later[None]).sum(1)
+        shift *= 2
+    return c
+
+
+class BackwardScan(torch.autograd.Function):
+    """``backward_scan`` with the state leading; its gradient is the same scan along time."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, c: Tensor) -> Tensor:
+        """Solve for u."""
+        u = scan(a, c)
+        ctx.save_for_backward(a, u)
+        return u
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        """v_i = A_{i-1}' v_{i-1} + g_i is the gradient by c_i, and v_i u_{i+1}' that by A_i."""
+        a, u = ctx.saved_tensors
+        back = nn.functional.pad(a[:, :, :-1], (0, 0, 1, 0)).transpose(0, 1)
+        v = scan(back.flip(2), g.flip(1)).flip(1)
+        later = nn.functional.pad(u[:, 1:], (0, 0, 0, 1))
+        return v[:, None] * later, v
 
 
 def backward_scan(
     a: Float[Tensor, "mc time state state"], c: Float[Tensor, "mc time state"]
 ) -> Float[Tensor, "mc time state"]:
-    r"""Solve :math:`u_i = A_i u_{i+1} + c_i`, :math:`u_N = c_N`, by doubling: log2(N) steps.
-
-    After step s every (A_i, c_i) stands for the affine map from u_{i+2^s} to u_i (Hillis and
-    Steele's scan over the composition of affine maps); past the end A is 0.
-    """
-    num_times, shift = c.shape[1], 1
-    c = c[..., None]
-    while shift < num_times:
-        # Past the end there is nothing: the last `shift` entries are already solved.
-        head = a[:, :-shift]
-        c = torch.cat([c[:, :-shift] + compose_vector(head, c[:, shift:]), c[:, -shift:]], 1)
-        a = torch.cat([compose(head, a[:, shift:]), torch.zeros_like(a[:, -shift:])], 1)
-        shift *= 2
-    return c[..., 0]
+    r"""Solve :math:`u_i = A_i u_{i+1} + c_i`, :math:`u_N = c_N`."""
+    a, c = a.permute(2, 3, 1, 0).contiguous(), c.permute(2, 1, 0).contiguous()
+    return BackwardScan.apply(a, c).permute(2, 1, 0).contiguous()
 
 
-def compose_vector(
-    a: Float[Tensor, "*batch state state"], c: Float[Tensor, "*batch state 1"]
-) -> Float[Tensor, "*batch state 1"]:
-    """Matrix times column, summed elementwise: faster than a batched call for small p."""
-    return (a * c.mT).sum(-1, keepdim=True)
+class GaussMarkovTrace(NamedTuple):
+    """What the base made on the way: A, c = b + L z, the entries of L, and u."""
+
+    theta: Float[Tensor, "mc theta"]
+    a: Float[Tensor, "mc time state state"]
+    c: Float[Tensor, "mc time state"]
+    entries: Float[Tensor, "mc time entries"]
+    y: Float[Tensor, "mc time state"]
+    log_diag: Float[Tensor, "mc time state"]
 
 
 class GaussMarkov(nn.Module):
@@ -90,35 +119,47 @@ class GaussMarkov(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
         """Return (u, log diagonal of du/dz)."""
-        a, b, s, entries = self._coefficients(features, theta)
-        c = b + s.exp() * z
-        if self.taps is not None:
-            c = c + self.taps(features, theta)
-        if self.num_states > 1:
-            c = c + lower_product(entries, z)
-        return backward_scan(a, c), s
+        trace = self.trace(z, features, theta)
+        return trace.y, trace.log_diag
 
-    def solve_transposed(
+    def trace(
         self,
-        g: Float[Tensor, "mc time state"],
         z: Float[Tensor, "mc time state"],
-        free: Float[Tensor, "1 time state"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
-    ) -> Float[Tensor, "mc time state"]:
-        """The w with J'w = g, J = du/dz = (I − A S)⁻¹ L; S shifts by one step, so w is local."""
-        a, _, s, entries = self._coefficients(features, theta)
-        y = solve_lower_transposed(entries, torch.exp(-s) * free, g)
-        back = (a * y[..., None]).sum(-2)
-        return y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
-
-    def _coefficients(self, features: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
-        """A, b, log diag L and the entries of L below its diagonal."""
+    ) -> GaussMarkovTrace:
+        """``forward`` with what it made on the way."""
         p = self.num_states
         a, b, s, entries = self.network(None, features, theta).split(
             [p * p, p, p, p * (p - 1) // 2], -1
         )
-        return bound_rows(a.unflatten(-1, (p, p))), b, soft_bound(s), entries
+        a, s = bound_rows(a.unflatten(-1, (p, p))), soft_bound(s)
+        c = b + s.exp() * z
+        if self.taps is not None:
+            c = c + self.taps(features, theta)
+        if p > 1:
+            c = c + lower_product(entries, z)
+        return GaussMarkovTrace(theta, a, c, entries, backward_scan(a, c), s)
+
+    def push_score(
+        self,
+        trace: GaussMarkovTrace,
+        g: Float[Tensor, "mc time state"],
+        free: Float[Tensor, "1 time state"],
+    ) -> Pushed:
+        r"""The score at u from g, that at z: J = du/dz = (I − A S)⁻¹ L, S shifts by one step.
+
+        So w = J⁻ᵀg is local: w = (I − A S)ᵀ y, y = L⁻ᵀg. For the same reason w'∂u is y'∂c + Σ
+        y_i'∂A_i u_{i+1}, and no scan is run backwards.
+        """
+        with torch.no_grad():
+            y = solve_lower_transposed(trace.entries, torch.exp(-trace.log_diag) * free, g)
+            back = (trace.a * y[..., None]).sum(-2)
+            w = y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
+            later = nn.functional.pad(trace.y[:, 1:], (0, 0, 0, 1))
+            by_a = y[..., None] * later[..., None, :]
+        outputs = [trace.a, trace.c, trace.log_diag]
+        return Pushed(g, w, pull_theta(trace.theta, outputs, [by_a, y, free]))
 
 
 def bound_rows(a: Float[Tensor, "*batch state state"]) -> Float[Tensor, "*batch state state"]:

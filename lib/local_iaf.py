@@ -1,45 +1,103 @@
 """Local inverse autoregressive flow over time (eqs. 4, 11-13; appendix B)."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.network import LOG_SCALE_BOUND, Conditioner, ThetaTaps, lower_product, soft_bound
+from lib.network import (
+    LOG_SCALE_BOUND,
+    Conditioner,
+    NetworkTrace,
+    Pushed,
+    ThetaTaps,
+    lower_product,
+    pull_theta,
+    soft_bound,
+)
+
+# Times in a dense block of the band: measured, 20 to 50 are about equally fast.
+BLOCK = 32
+
+
+class PastWindows(torch.autograd.Function):
+    r"""Windows :math:`z_{i-k}, …, z_{i-1}` side by side, oldest first, zero before the start.
+
+    Written out because the backward pass of `unfold`, or of a `cat` of slices, is slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, length: int) -> Float[Tensor, "mc time window"]:
+        """Copy the windows of z (mc, time, state)."""
+        ctx.length = length
+        n, num_times, p = z.shape
+        padded = nn.functional.pad(z, (0, 0, length, 0))
+        strides = (padded.stride(0), p, 1)
+        return padded.as_strided((n, num_times, length * p), strides).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add the windows up."""
+        return add_windows(grad, ctx.length), None
 
 
 def past_windows(z: Float[Tensor, "mc time state"], length: int) -> Float[Tensor, "mc time window"]:
-    r"""Windows :math:`z_{i-k}, …, z_{i-1}` side by side, oldest first, zero before the start."""
-    padded = nn.functional.pad(z, (0, 0, length, 0))
-    # Slices, not `unfold`: the backward pass of `unfold` is many times slower on a CPU.
-    return torch.cat([padded[:, j : j + z.shape[1]] for j in range(length)], -1)
+    """The k steps before each time; see ``PastWindows``."""
+    return PastWindows.apply(z, length)
+
+
+def add_windows(
+    windows: Float[Tensor, "mc time window"], length: int
+) -> Float[Tensor, "mc time state"]:
+    """Transpose of ``past_windows``: entry j of the window at i is added to time i - k + j."""
+    n, num_times, width = windows.shape
+    p = width // length
+    padded = nn.functional.pad(windows, (0, 0, 0, length))
+    # Time i meets the entry j of the window at i + k - j: p columns less for each row further down.
+    strides = (padded.stride(0), width, width - p, 1)
+    return padded.as_strided((n, num_times, length, p), strides, 2 * width - p).sum(2)
 
 
 def solve_band_transposed(
-    band: Float[Tensor, "mc time state columns"],
-    g: Float[Tensor, "mc time state"],
-    free: Float[Tensor, "1 time state"],
+    band: Float[Tensor, "mc time state columns"], g: Float[Tensor, "mc time state"]
 ) -> Float[Tensor, "mc time state"]:
     """Solve J'w = g for a lower band J; row (i, c) holds the columns of times i-k, …, i.
 
-    Where ``free`` is 0, so is w. Cost: two small operations for each time and component.
+    Back substitution by dense blocks of consecutive times. Block b is [E_b D_b], E_b its columns of
+    the k times before: w_b = D_b⁻ᵀ g_b, then g_{b-1} loses E_b'w_b.
     """
     n, num_times, p, columns = band.shape
-    own = columns - p
-    # Time first, draws last: a row's columns are then one block of memory.
-    rows = band.permute(1, 2, 3, 0).contiguous()
-    inverse = free[0, ..., None] / rows[:, :, own:].diagonal(dim1=1, dim2=2).mT
-    rest = torch.cat([g.new_zeros(own, n), g.flatten(1).mT])
-    w = torch.empty_like(rest[own:])
-    # All views at once: taken one by one they cost more than the arithmetic.
-    blocks = rest.unfold(0, columns, p).mT.unbind()
-    values, scales = rest[own:].unbind(), inverse.flatten(0, 1).unbind()
-    lines = zip(w.unbind(), values, scales, rows.flatten(0, 1).unbind(), strict=True)
-    for m, (solved, value, scale, row) in reversed(list(enumerate(lines))):
-        torch.mul(value, scale, out=solved)
-        blocks[m // p].addcmul_(row, solved, value=-1)
-    return w.mT.unflatten(-1, (num_times, p))
+    before = columns - p
+    size = max(BLOCK, before // p)
+    rest = g.flatten(1)[..., None].clone()
+    solved = []
+    for first in reversed(range(0, num_times, size)):
+        count = min(size, num_times - first)
+        rows, width = count * p, before + count * p
+        block = band.new_zeros(n, rows, width)
+        # Each time's rows start p columns further to the right.
+        at = block.as_strided((n, count, p, columns), (rows * width, p * width + p, width, 1))
+        at.copy_(band[:, first : first + count])
+        own = rest[:, first * p : first * p + rows]
+        solved.append(torch.linalg.solve_triangular(block[..., before:].mT, own, upper=True))
+        if first:
+            earlier = rest[:, first * p - before : first * p]
+            earlier.baddbmm_(block[..., :before].mT, solved[-1], alpha=-1)
+    return torch.cat(solved[::-1], 1).view_as(g)
+
+
+class LocalIAFTrace(NamedTuple):
+    """What a layer made on the way: the windows, its network's trace and the taps."""
+
+    z: Float[Tensor, "mc time state"]
+    theta: Float[Tensor, "mc theta"]
+    window: Float[Tensor, "mc time window"]
+    network: NetworkTrace
+    taps: Float[Tensor, "mc window state"] | None
+    y: Float[Tensor, "mc time state"]
+    log_diag: Float[Tensor, "mc time state"]
 
 
 class LocalIAF(nn.Module):
@@ -95,53 +153,94 @@ class LocalIAF(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
         """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
-        p = self.num_states
-        window = past_windows(z, self.window)
-        out = self.network(window, features, theta)
-        mu, s = out[..., :p], out[..., p : 2 * p]
-        if self.taps is not None:
-            mu = mu + self.taps(window, theta)
-        if self.gate == "sigmoid":
-            sigma = torch.sigmoid(s)
-            return sigma * z + mu * (1 - sigma), nn.functional.logsigmoid(s)
-        s = soft_bound(s)
-        y = s.exp() * z + mu
-        return y + lower_product(out[..., 2 * p :], z) if self.coupling else y, s
+        trace = self.trace(z, features, theta)
+        return trace.y, trace.log_diag
 
-    def solve_transposed(
+    def trace(
         self,
-        g: Float[Tensor, "mc time state"],
         z: Float[Tensor, "mc time state"],
-        free: Float[Tensor, "1 time state"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
-    ) -> Float[Tensor, "mc time state"]:
-        """The w with J'w = g, J = dz'/dz: back substitution along time, J being a lower band."""
-        out, h = self.network.trace(past_windows(z, self.window), features, theta)
-        by_out, by_z = self._slopes(z, out)
-        band = self.network.pull_back(by_out, h)
-        if self.taps is not None:
-            band = band + self.taps.matrix(theta).mT[:, None]
-        return solve_band_transposed(torch.cat([band, by_z], -1), g, free)
-
-    def _slopes(
-        self, z: Tensor, out: Tensor
-    ) -> tuple[Float[Tensor, "mc time state out"], Float[Tensor, "mc time state state"]]:
-        """dz'/d(outputs of the network) and dz'/dz at the same time, lower triangular."""
+    ) -> LocalIAFTrace:
+        """``forward`` with what it made on the way."""
         p = self.num_states
+        window = past_windows(z, self.window)
+        network = self.network.trace(window, features, theta)
+        out = network.out
         mu, s = out[..., :p], out[..., p : 2 * p]
+        taps = None if self.taps is None else self.taps.matrix(theta)
+        if taps is not None:
+            mu = mu + window @ taps
         if self.gate == "sigmoid":
             sigma = torch.sigmoid(s)
-            by_mu, by_s, diag = 1 - sigma, sigma * (1 - sigma) * (z - mu), sigma
+            y, log_diag = sigma * z + mu * (1 - sigma), nn.functional.logsigmoid(s)
         else:
-            s = soft_bound(s)
-            diag = s.exp()
-            by_mu, by_s = torch.ones_like(z), z * diag * (1 - (s / LOG_SCALE_BOUND).square())
-        by_out, by_z = [by_mu.diag_embed(), by_s.diag_embed()], diag.diag_embed()
+            log_diag = soft_bound(s)
+            y = log_diag.exp() * z + mu
         if self.coupling:
-            rows, columns = torch.tril_indices(p, p, -1)
-            by_entry = z.new_zeros(*z.shape, len(rows))
-            by_entry[..., rows, torch.arange(len(rows))] = z[..., columns]
-            by_out.append(by_entry)
-            by_z[..., rows, columns] = out[..., 2 * p :]
-        return torch.cat(by_out, -1), by_z
+            y = y + lower_product(out[..., 2 * p :], z)
+        return LocalIAFTrace(z, theta, window, network, taps, y, log_diag)
+
+    def push_score(
+        self,
+        trace: LocalIAFTrace,
+        g: Float[Tensor, "mc time state"],
+        free: Float[Tensor, "1 time state"],
+    ) -> Pushed:
+        """The score at z' from g, that at z: back substitution along time, J being a lower band."""
+        p = self.num_states
+        with torch.no_grad():
+            by_out, by_z = self._slopes(trace, free)
+            by_first, band = self.network.pull_back(by_out, trace.network.hidden)
+            g = g - add_windows(band[p], self.window)
+            band = band[:p]
+            if trace.taps is not None:
+                band += trace.taps.permute(2, 0, 1)[:, :, None]
+            # What is not free is 0 and stays so: its rows and columns are those of the identity.
+            band *= past_windows(free, self.window)
+            band = torch.cat([band.movedim(0, 2), by_z], -1)
+            w = solve_band_transposed(band, g * free)
+            parts = self._theta_parts(trace, w, by_out, by_first)
+        return Pushed(g, w, pull_theta(trace.theta, *parts))
+
+    @staticmethod
+    def _theta_parts(
+        trace: LocalIAFTrace, w: Tensor, by_out: Tensor, by_first: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Where ϑ enters, and the gradient of w'z' + Σ log diag there, as sums of Jacobian rows."""
+        weights = torch.cat([w.movedim(2, 0), torch.ones_like(w[None, ..., 0])])
+        outputs = [trace.network.from_theta]
+        gradients = [(weights[:, :, None] @ by_first).sum((0, 2))]
+        if trace.network.skip is not None:
+            outputs.append(trace.network.skip)
+            gradients.append((weights[..., None] * by_out).sum(0))
+        if trace.taps is not None:
+            outputs.append(trace.taps)
+            gradients.append(trace.window.mT @ w)
+        return outputs, gradients
+
+    def _slopes(
+        self, trace: LocalIAFTrace, free: Tensor
+    ) -> tuple[Float[Tensor, "rows mc time out"], Float[Tensor, "mc time state state"]]:
+        """dz'/d(outputs of the network), then a row for d Σ log diag; dz'/dz at the same time."""
+        p, z, out = self.num_states, trace.z, trace.network.out
+        if self.gate == "sigmoid":
+            sigma = torch.sigmoid(out[..., p : 2 * p])
+            by_mu, diag, slope = 1 - sigma, sigma, 1 - sigma
+            by_s = sigma * (1 - sigma) * (z - out[..., :p])
+        else:
+            diag = trace.log_diag.exp()
+            slope = 1 - (trace.log_diag / LOG_SCALE_BOUND).square()
+            by_mu, by_s = torch.ones_like(z), z * diag * slope
+        by_out = out.new_zeros(p + 1, *out.shape)
+        by_z = torch.where(free > 0, diag, 1.0).diag_embed()
+        by_out[p, ..., p : 2 * p] = slope * free
+        entry = 2 * p
+        for r in range(p):
+            by_out[r, ..., r], by_out[r, ..., p + r] = by_mu[..., r], by_s[..., r]
+            if self.coupling:
+                by_out[r, ..., entry : entry + r] = z[..., :r]
+                both = free[..., :r] * free[..., r : r + 1]
+                by_z[..., r, :r] = out[..., entry : entry + r] * both
+                entry += r
+        return by_out, by_z

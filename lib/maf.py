@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.network import soft_bound
+from lib.network import LOG_SCALE_BOUND, soft_bound
 
 LOG_2PI = math.log(2 * math.pi)
+# How far into its tails q(ϑ) is looked at, in units of its noise.
+STRETCH = 4.0
 
 
 class MaskedLinear(nn.Linear):
@@ -21,7 +24,20 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """(W∘mask)·x + b."""
-        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+        return nn.functional.linear(x, self.masked(), self.bias)
+
+    def masked(self) -> Float[Tensor, "out in"]:
+        """W∘mask."""
+        return self.weight * self.mask
+
+
+class IAFTrace(NamedTuple):
+    """What one step made on the way: its input, μ, s, and each hidden layer of its network."""
+
+    z: Float[Tensor, "mc theta"]
+    mu: Float[Tensor, "mc theta"]
+    s: Float[Tensor, "mc theta"]
+    hidden: list[Float[Tensor, "mc hidden"]]
 
 
 class IAF(nn.Module):
@@ -50,8 +66,43 @@ class IAF(nn.Module):
         self, z: Float[Tensor, "mc theta"]
     ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
         """Return (z', log |det dz'/dz|)."""
-        mu, s = self._mu_s(z)
-        return z * s.exp() + mu, s.sum(-1)
+        return self.apply_trace(self.trace(z))
+
+    def trace(self, z: Float[Tensor, "mc theta"]) -> IAFTrace:
+        """Run the network at z."""
+        h, hidden = z, []
+        for layer in self.network:
+            h = layer(h)
+            if isinstance(layer, nn.ReLU):
+                hidden.append(h)
+        mu, s = h.chunk(2, -1)
+        return IAFTrace(z, mu, soft_bound(s), hidden)
+
+    @staticmethod
+    def apply_trace(trace: IAFTrace) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
+        """(z', log |det dz'/dz|) from what the network made."""
+        return trace.z * trace.s.exp() + trace.mu, trace.s.sum(-1)
+
+    def push_score(
+        self, trace: IAFTrace, g: Float[Tensor, "mc theta"]
+    ) -> Float[Tensor, "mc theta"]:
+        r"""Score at z' from g, that at z: :math:`J^{-\top}(g - \partial_z \log|J|)`."""
+        z, _, s, hidden = trace
+        by_mu, by_s = self._slopes(hidden).chunk(2, 1)
+        by_s = by_s * (1 - (s / LOG_SCALE_BOUND).square())[..., None]
+        diag = s.exp()
+        # The network is strictly autoregressive, so J is lower triangular.
+        jacobian = by_mu + (z * diag)[..., None] * by_s + diag.diag_embed()
+        rest = (g - by_s.sum(1))[..., None]
+        return torch.linalg.solve_triangular(jacobian.mT, rest, upper=True)[..., 0]
+
+    def _slopes(self, hidden: list[Tensor]) -> Float[Tensor, "mc out theta"]:
+        """Jacobian of the network's outputs by z, from the hidden layers."""
+        *lower, last = (layer for layer in self.network if isinstance(layer, MaskedLinear))
+        rows = last.masked()
+        for layer, h in zip(reversed(lower), reversed(hidden), strict=True):
+            rows = (rows * h.sign()[:, None]) @ layer.masked()
+        return rows
 
     def inverse(
         self, out: Float[Tensor, "mc theta"]
@@ -59,15 +110,11 @@ class IAF(nn.Module):
         """Return (z, log |det dz'/dz|) of z' = out, one component a pass: s_j, μ_j need z_{<j}."""
         z, ladj = torch.zeros_like(out), torch.zeros_like(out[:, 0])
         for j in range(out.shape[1]):
-            mu, s = self._mu_s(z)
+            _, mu, s, _ = self.trace(z)
             z_j = (out[:, j] - mu[:, j]) * (-s[:, j]).exp()
             z = torch.cat([z[:, :j], z_j[:, None], z[:, j + 1 :]], 1)
             ladj = ladj + s[:, j]
         return z, ladj
-
-    def _mu_s(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        mu, s = self.network(z).chunk(2, -1)
-        return mu, soft_bound(s)
 
 
 class MAF(nn.Module):
@@ -112,24 +159,69 @@ class MAF(nn.Module):
         self, noise: Float[Tensor, "mc theta"]
     ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
         """Return (ϑ, log q(ϑ)): log q = Σ log N(noise) − Σ log-Jacobians."""
+        return self.trace(noise)[:2]
+
+    def trace(
+        self, noise: Float[Tensor, "mc theta"]
+    ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"], list[IAFTrace]]:
+        """ϑ and log q(ϑ) as ``forward`` has them, and the trace of each step."""
         log_q = -0.5 * (noise.square() + LOG_2PI).sum(-1)
-        z = noise
+        z, traces = noise, []
         for i, step in enumerate(self.steps):
-            z, ladj = step(z[:, getattr(self, f"permutation_{i}")])
+            traces.append(step.trace(z[:, getattr(self, f"permutation_{i}")]))
+            z, ladj = step.apply_trace(traces[-1])
             log_q = log_q - ladj
         loc, log_scale = self.loc_scale()
-        return loc + log_scale.exp() * z, log_q - log_scale.sum()
+        return loc + log_scale.exp() * z, log_q - log_scale.sum(), traces
+
+    def score(
+        self, noise: Float[Tensor, "mc theta"], traces: list[IAFTrace]
+    ) -> Float[Tensor, "mc theta"]:
+        """Gradient of log q(ϑ) by ϑ where ``trace(noise)`` went; no flow is inverted."""
+        g = -noise
+        for i, (step, trace) in enumerate(zip(self.steps, traces, strict=True)):
+            g = step.push_score(trace, g[:, getattr(self, f"permutation_{i}")])
+        return g * (-self.loc_scale()[1]).exp()
 
     def log_prob(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, " mc"]:
         """Log q(ϑ) at any ϑ: the exact inverse of ``forward``, d passes for each IAF step."""
+        return self.inverse(vartheta)[1]
+
+    def inverse(
+        self, vartheta: Float[Tensor, "mc theta"]
+    ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
+        """Return (noise, log q(ϑ)) of ϑ."""
         loc, log_scale = self.loc_scale()
         z, log_q = (vartheta - loc) * (-log_scale).exp(), -log_scale.sum()
         for i, step in reversed(list(enumerate(self.steps))):
             z, ladj = step.inverse(z)
             z, log_q = z[:, getattr(self, f"permutation_{i}").argsort()], log_q - ladj
-        return log_q - 0.5 * (z.square() + LOG_2PI).sum(-1)
+        return z, log_q - 0.5 * (z.square() + LOG_2PI).sum(-1)
 
     def standardise(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
         """(ϑ − loc)/scale, without gradient through loc and scale."""
         loc, log_scale = self.loc_scale()
         return (vartheta - loc.detach()) / log_scale.detach().exp()
+
+
+def stretched(noise: Float[Tensor, "mc theta"], count: int) -> Float[Tensor, "mc theta"]:
+    """The last ``count`` rows ``STRETCH`` times as long in one coordinate each, in turn.
+
+    The flow then draws ϑ from the tails of q(ϑ), one direction at a time. In all directions at once
+    nearly every draw would lie where the posterior has no mass, the more so the longer ϑ is.
+    """
+    if not count:
+        return noise
+    factor, row = torch.ones_like(noise), torch.arange(count, device=noise.device)
+    factor[len(noise) - count + row, row % noise.shape[1]] = STRETCH
+    return noise * factor
+
+
+def log_stretched(noise: Float[Tensor, "mc theta"]) -> Float[Tensor, " mc"]:
+    r"""Log of m(ϑ)/q(ϑ) at the ϑ of ``noise``, m half q(ϑ), half what ``stretched`` draws.
+
+    .. math:: \frac{m}{q} = \frac12 + \frac1{2d}\sum_j \frac{N(z_j; 0, f^2)}{N(z_j; 0, 1)}
+    """
+    longer = 0.5 * (1 - STRETCH**-2) * noise.square() - math.log(STRETCH)
+    equal = torch.logsumexp(longer, 1) - math.log(noise.shape[1])
+    return torch.logaddexp(equal, torch.zeros_like(equal)) - math.log(2.0)

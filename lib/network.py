@@ -1,6 +1,7 @@
 """What the flows share: conditioner network (appendix B), taps, pieces of their affine maps."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -37,6 +38,36 @@ def solve_lower_transposed(
         below = sum((entries[..., r * (r - 1) // 2 + c] * w[r] for r in range(c + 1, p)), 0.0)
         w[c] = (g[..., c] - below) * inverse_diag[..., c]
     return torch.stack(w, -1)
+
+
+class Pushed(NamedTuple):
+    r"""The score pushed through a flow z' = f(z, ϑ) with Jacobian J.
+
+    ``before`` is :math:`\nabla_z - \partial_z\log|J|`, ``after`` is J⁻ᵀ of it, and ``by_theta`` is
+    :math:`\partial_\vartheta\log|J| + (\partial_\vartheta z')^\top` after.
+    """
+
+    before: Float[Tensor, "mc time state"]
+    after: Float[Tensor, "mc time state"]
+    by_theta: Float[Tensor, "mc theta"]
+
+
+class NetworkTrace(NamedTuple):
+    """Outputs of a ``Conditioner`` and what it made on the way, ϑ's part of each sum by itself."""
+
+    out: Float[Tensor, "mc time out"]
+    hidden: list[Float[Tensor, "mc time hidden"]]
+    from_theta: Float[Tensor, "mc hidden"]
+    skip: Float[Tensor, "mc time out"] | None
+
+
+def pull_theta(
+    theta: Float[Tensor, "mc theta"], outputs: list[Tensor], weights: list[Tensor]
+) -> Float[Tensor, "mc theta"]:
+    """Gradient by ϑ of Σ weights·outputs on a graph that is kept; outputs of one flow alone."""
+    weights = [w.expand_as(out) for w, out in zip(weights, outputs, strict=True)]
+    options = {"retain_graph": True, "materialize_grads": True}
+    return torch.autograd.grad(outputs, theta, weights, **options)[0]
 
 
 class Conditioner(nn.Module):
@@ -101,7 +132,7 @@ class Conditioner(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> Float[Tensor, "mc time out"]:
         """Outputs at every time for every draw; pass ``None`` for a network without window."""
-        return self.trace(window, features, theta)[0]
+        return self.trace(window, features, theta).out
 
     def matrices(self) -> list[nn.Parameter]:
         """Weights between layers; the linear path from ϑ is left out, it starts at 0."""
@@ -110,33 +141,45 @@ class Conditioner(nn.Module):
 
     def pull_back(
         self,
-        rows: Float[Tensor, "mc time rows out"],
+        rows: Float[Tensor, "rows mc time out"],
         h: list[Float[Tensor, "mc time hidden"]],
-    ) -> Float[Tensor, "mc time rows window"]:
-        """Rows times the Jacobian d outputs / d window, without autograd; h is of ``trace``."""
+    ) -> tuple[Float[Tensor, "rows mc time hidden"], Float[Tensor, "rows mc time window"]]:
+        """Rows times the Jacobians of the outputs by the first layer's sum and by the window.
+
+        Without autograd; h is of ``trace``.
+        """
         rows = rows @ self.out.weight
         for layer, below in zip(reversed(self.hidden), reversed(h[1:]), strict=True):
-            rows = (rows * (below > 0)[..., None, :]) @ layer.weight
-        return (rows * (h[0] > 0)[..., None, :]) @ self.from_window.weight
+            rows = rows.mul_(below.sign()) @ layer.weight
+        rows.mul_(h[0].sign())
+        return rows, rows @ self.from_window.weight
 
-    def trace(
-        self, window: Tensor | None, features: Tensor, theta: Tensor
-    ) -> tuple[Float[Tensor, "mc time out"], list[Float[Tensor, "mc time hidden"]]]:
-        """Outputs, and what each hidden layer made on the way."""
-        h = self.from_features(features) + self.from_theta(theta)[:, None]
+    def trace(self, window: Tensor | None, features: Tensor, theta: Tensor) -> NetworkTrace:
+        """Outputs, and what made them."""
+        from_theta = self.from_theta(theta)
+        h = self.from_features(features) + from_theta[:, None]
         if self.from_window is not None:
-            h = h + self.from_window(window)
-        h = [h.relu()]
+            h += self.from_window(window)
+        # In place, here and above: to fill a new buffer costs as much as the arithmetic.
+        h = [h.relu_()]
         for layer in self.hidden:
-            h.append(layer(h[-1]).relu())
-        return self._read_out(h[-1], features, theta), h
+            h.append(layer(h[-1]).relu_())
+        out, skip = self.out(h[-1]), None
+        if self.skip is not None:
+            slopes = self.skip_gain * self.skip(features).unflatten(-1, (-1, theta.shape[-1]))
+            skip = (theta @ slopes.flatten(0, 1).mT).unflatten(-1, slopes.shape[:2])
+            out = out + skip
+        return NetworkTrace(out, h, from_theta, skip)
 
-    def _read_out(self, h: Tensor, features: Tensor, theta: Tensor) -> Tensor:
-        out = self.out(h)
-        if self.skip is None:
-            return out
-        slopes = self.skip_gain * self.skip(features).unflatten(-1, (-1, theta.shape[-1]))
-        return out + (theta @ slopes.flatten(0, 1).mT).unflatten(-1, slopes.shape[:2])
+
+def apply_taps(
+    inputs: Float[Tensor, "*#mc time inputs"], taps: Float[Tensor, "mc inputs state"]
+) -> Float[Tensor, "mc time state"]:
+    """Taps applied at every time; inputs that all draws share take one product for all of them."""
+    if inputs.ndim == 3:
+        return inputs @ taps
+    every = inputs @ taps.transpose(0, 1).flatten(1)
+    return every.unflatten(1, (-1, taps.shape[-1])).transpose(0, 1)
 
 
 class ThetaTaps(nn.Module):
@@ -167,7 +210,7 @@ class ThetaTaps(nn.Module):
         self, inputs: Float[Tensor, "*#mc time inputs"], theta: Float[Tensor, "mc theta"]
     ) -> Float[Tensor, "mc time state"]:
         """Taps applied at every time; inputs with or without a Monte Carlo dimension."""
-        return inputs @ self.matrix(theta)
+        return apply_taps(inputs, self.matrix(theta))
 
     def matrices(self) -> list[nn.Parameter]:
         """Weights between layers."""

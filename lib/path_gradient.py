@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.posterior import Noise, Sample, VariationalPosterior
+from lib.network import pull_theta
+from lib.posterior import Sample, Trace, VariationalPosterior
 
 # A local IAF whose inverse is unstable (its taps have a root on the wrong side) makes the score
 # grow exponentially along time. The mean of the path gradient is then right, its variance is not.
@@ -25,14 +26,14 @@ class Score(NamedTuple):
     growth: Float[Tensor, ""]
 
 
-def with_path_gradient(q: VariationalPosterior, noise: Noise, sample: Sample) -> Sample:
+def with_path_gradient(q: VariationalPosterior, trace: Trace) -> Sample:
     r"""The same values, with log q differentiated only through ϑ and x (Roeder et al. 2017).
 
     The gradient of :math:`E_q[\log q]` loses its score term :math:`E_q[\nabla_\phi \log q_\phi]`,
     whose mean is 0 and whose variance stays when q reaches the posterior. What is left vanishes
     there, draw by draw. Where the score grows too much, this step keeps the plain gradient.
     """
-    score = find_score(q, noise, sample.vartheta.detach())
+    sample, score = trace.sample, find_score(q, trace)
     steady = score.growth < LARGEST_GROWTH
     score = Score(*(torch.where(steady, part, 0.0) for part in score))
     theta_moves = sample.vartheta - sample.vartheta.detach()
@@ -47,45 +48,29 @@ def with_path_gradient(q: VariationalPosterior, noise: Noise, sample: Sample) ->
     )
 
 
-def find_score(q: VariationalPosterior, noise: Noise, vartheta: Float[Tensor, "mc theta"]) -> Score:
-    r"""Score of q at the draws that ``noise`` makes, without inverting a flow over time.
+def find_score(q: VariationalPosterior, trace: Trace) -> Score:
+    r"""Score of q at the draws of ``trace``, on its graph; no flow is run again or inverted.
 
     Through each flow z' = f(z, ϑ) with Jacobian J (Vaitl et al. 2022, for a sum of log q):
 
     .. math:: \nabla_{z'} = J^{-\top}(\nabla_z - \partial_z \log|J|), \qquad
         \nabla_\vartheta \mathrel{-}= \partial_\vartheta \log|J| + (\partial_\vartheta z')^\top
         \nabla_{z'}
+
+    ``theta`` is the score where q(ϑ) drew, before the last draws were moved further out.
     """
-    with torch.enable_grad():
-        theta = vartheta.detach().requires_grad_()
-        (by_theta,) = torch.autograd.grad(q.theta_flow.log_prob(theta).sum(), theta)
-    seen = q.seen(vartheta).detach()
-    z = noise.path * q.free
-    g, by_seen, growth = -z, torch.zeros_like(seen), z.new_ones(())
-    for flow in q.flows():
-        z_in, seen_in = z.detach().requires_grad_(), seen.clone().requires_grad_()
-        with torch.enable_grad():
-            out, log_diag = flow(z_in, seen_in)
-            out, log_det = out * q.free, (log_diag * q.free).sum()
-        g = g - _gradient(log_det, z_in)
-        with torch.no_grad():
-            before, g = g, flow.solve_transposed(g, z_in, seen, q.free) * q.free
+    with torch.no_grad():
+        by_theta = q.theta_flow.score(trace.noise.theta, trace.theta_steps)
+        g, by_seen = -trace.noise.path * q.free, torch.zeros_like(trace.seen)
+    growth = g.new_ones(())
+    for flow, made in zip(q.flows(), trace.flows, strict=True):
+        pushed = flow.push_score(made, g, q.free)
+        g, by_seen = pushed.after, by_seen - pushed.by_theta
         if flow.flow is not q.base:
-            growth = growth * g.norm() / before.norm()
-        by_seen = by_seen - _gradient((out * g).sum() + log_det, seen_in)
-        z = out.detach()
-    return Score(by_theta, _to_theta(q, vartheta, by_seen), _to_x(q, z, g), growth)
-
-
-def _gradient(value: Tensor, by: Tensor) -> Tensor:
-    return torch.autograd.grad(value, by, retain_graph=True, materialize_grads=True)[0]
-
-
-def _to_theta(q: VariationalPosterior, vartheta: Tensor, by_seen: Tensor) -> Tensor:
-    """Chain rule through the standardisation of ϑ."""
-    with torch.enable_grad():
-        theta = vartheta.detach().requires_grad_()
-        return torch.autograd.grad(q.seen(theta), theta, by_seen)[0]
+            growth = growth * g.norm() / pushed.before.norm()
+    # Chain rule through the standardisation of ϑ.
+    by_path = pull_theta(trace.sample.vartheta, [trace.seen], [by_seen])
+    return Score(by_theta, by_path, _to_x(q, trace.z, g), growth)
 
 
 def _to_x(q: VariationalPosterior, z: Tensor, g: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The variational posterior q(ϑ, x) = q(ϑ) q(x | ϑ) (section 3; eqs. 11-16)."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
 from lib.data import Grid
+from lib.family import Family
 from lib.features import centred_features, past_features
-from lib.gauss_markov import GaussMarkov
-from lib.local_iaf import LocalIAF
-from lib.maf import LOG_2PI, MAF
+from lib.gauss_markov import GaussMarkov, GaussMarkovTrace
+from lib.local_iaf import LocalIAF, LocalIAFTrace
+from lib.maf import LOG_2PI, MAF, IAFTrace
+from lib.network import Pushed
 from lib.ssm import StateSpaceModel
 from lib.start import Start
 
@@ -20,83 +21,7 @@ from lib.start import Start
 # A shift leaves the Jacobian exact; the posterior mass below it is nil.
 POSITIVE_FLOOR = 1e-15
 
-# How far out q(x | ϑ) is trained, in units of the spread of q(ϑ).
-WIDENING = 2.0
-
-
-@dataclass(frozen=True)
-class Family:
-    """Options of q; the defaults are the `study` preset, ``Family.paper()`` the other one.
-
-    Attributes:
-        receptive_field: Window k of each local IAF and of the features, in grid steps.
-        num_flows: Number m of local IAFs; every second one runs backwards in time.
-        hidden: Width of each hidden layer.
-        layers: Hidden layers of each network.
-        gate: ``"unbounded"`` z·exp(s) + μ, or ``"sigmoid"`` σz + (1 − σ)μ as printed.
-        features: ``"centred"`` windows with masks and clocks, or ``"past"`` as printed.
-        scaling: ``"learned"`` loc and scale per time, or ``"constant"``: one unit for all.
-        unit: That unit; 1 is the paper's x = h(z).
-        standardise_theta: Networks see (ϑ − loc)/scale instead of ϑ.
-        taps: Linear paths whose weights depend on ϑ, in the base and in each local IAF.
-        coupling: Same-time lower-triangular coupling for p > 1.
-        base: Gauss-Markov base below the local IAFs.
-        theta_flows: IAF steps of q(ϑ).
-        theta_hidden: Width of the two hidden layers of each.
-    """
-
-    receptive_field: int = 10
-    num_flows: int = 2
-    hidden: int = 20
-    layers: int = 2
-    gate: str = "unbounded"
-    features: str = "centred"
-    scaling: str = "learned"
-    unit: float = 1.0
-    standardise_theta: bool = True
-    taps: bool = True
-    coupling: bool = True
-    base: bool = True
-    theta_flows: int = 3
-    theta_hidden: int = 32
-
-    def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        if self.coupling and self.gate == "sigmoid":
-            raise ValueError("coupling needs gate 'unbounded'; got 'sigmoid'. Set coupling=False.")
-        for name in ("receptive_field", "hidden", "layers", "theta_hidden", "unit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
-        for name in ("num_flows", "theta_flows"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more; got {getattr(self, name)}.")
-
-    @classmethod
-    def paper(cls, unit: float = 1.0) -> "Family":
-        """The family as printed, but for the slips that the README lists."""
-        return cls(
-            receptive_field=10,
-            num_flows=5,
-            hidden=20,
-            layers=5,
-            gate="sigmoid",
-            features="past",
-            scaling="constant",
-            unit=unit,
-            standardise_theta=False,
-            taps=False,
-            coupling=False,
-            base=False,
-        )
-
-
-_CHOICES = {
-    "gate": ("unbounded", "sigmoid"),
-    "features": ("centred", "past"),
-    "scaling": ("learned", "constant"),
-}
+FlowTrace = GaussMarkovTrace | LocalIAFTrace
 
 
 class Noise(NamedTuple):
@@ -126,15 +51,26 @@ class TimedFlow(NamedTuple):
         """The series as the flow sees it, and back."""
         return series.flip(1) if self.backwards else series
 
-    def __call__(self, z: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """(z', log diagonal), both in the order of time."""
-        out, log_diag = self.flow(self.turn(z), self.features, seen)
-        return self.turn(out), self.turn(log_diag)
+    def trace(self, z: Tensor, seen: Tensor) -> FlowTrace:
+        """z' and log diagonal with what the flow made on the way, all as the flow sees them."""
+        # A view of its own: gradients by ϑ can then stop at this flow.
+        return self.flow.trace(self.turn(z), self.features, seen.view_as(seen))
 
-    def solve_transposed(self, g: Tensor, z: Tensor, seen: Tensor, free: Tensor) -> Tensor:
-        """The w with J'w = g, J = dz'/dz at z, over the components that are free."""
-        turned = (self.turn(a) for a in (g, z, free[None]))
-        return self.turn(self.flow.solve_transposed(*turned, self.features, seen))
+    def push_score(self, trace: FlowTrace, g: Tensor, free: Tensor) -> Pushed:
+        """The score at z' from g, that at z, both in the order of time."""
+        before, after, by_theta = self.flow.push_score(trace, self.turn(g), self.turn(free[None]))
+        return Pushed(self.turn(before), self.turn(after), by_theta)
+
+
+class Trace(NamedTuple):
+    """A sample with all that its score needs: where each flow went, on the graph of the sample."""
+
+    noise: Noise
+    sample: Sample
+    theta_steps: list[IAFTrace]
+    seen: Float[Tensor, "mc theta"]
+    flows: list[FlowTrace]
+    z: Float[Tensor, "mc time state"]  # of the last flow
 
 
 class VariationalPosterior(nn.Module):
@@ -202,35 +138,61 @@ class VariationalPosterior(nn.Module):
 
     def draw_noise(self, n: int, generator: torch.Generator) -> Noise:
         """n standard normal draws, in the dtype and on the device of the weights."""
-        like = {"dtype": self.loc0.dtype, "device": self.loc0.device, "generator": generator}
-        theta = torch.randn(n, len(self.theta_flow.loc0), **like)
-        return Noise(theta, torch.randn(n, *self.loc0.shape, **like))
+        theta = self.draw_theta_noise(n, generator)
+        return Noise(theta, self._randn((n, *self.loc0.shape), generator))
+
+    def draw_theta_noise(self, n: int, generator: torch.Generator) -> Float[Tensor, "mc theta"]:
+        """That of ϑ alone."""
+        return self._randn((n, len(self.theta_flow.loc0)), generator)
+
+    def _randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        loc = self.loc0
+        return torch.randn(shape, dtype=loc.dtype, device=loc.device, generator=generator)
 
     def forward(self, noise: Noise, wide: int = 0) -> Sample:
         """Draws of q as a function of standard normal noise (reparameterised).
 
-        The last ``wide`` take ϑ from further out, ``WIDENING`` times as far from the centre.
+        The last ``wide`` are for the training of q(x | ϑ) alone: no gradient goes through their ϑ.
         """
-        vartheta, log_q_theta = self.theta_flow(noise.theta)
-        if wide:
-            inner, outer = vartheta[:-wide], vartheta[-wide:].detach()
-            centre = vartheta.detach().mean(0)
-            vartheta = torch.cat([inner, centre + WIDENING * (outer - centre)])
+        vartheta, log_q_theta, _ = self._theta(noise.theta, wide)
         x, log_q_x = self.path(noise.path, vartheta)
         return Sample(vartheta, x, log_q_theta, log_q_x)
+
+    def trace(self, noise: Noise, wide: int = 0) -> Trace:
+        """The draws of ``forward`` with what their score needs."""
+        vartheta, log_q_theta, steps = self._theta(noise.theta, wide)
+        seen, flows = self.seen(vartheta), []
+        x, log_q_x, z = self._path(noise.path, seen, flows)
+        sample = Sample(vartheta, x, log_q_theta, log_q_x)
+        return Trace(noise, sample, steps, seen, flows, z)
+
+    def _theta(self, noise: Tensor, wide: int) -> tuple[Tensor, Tensor, list[IAFTrace]]:
+        """ϑ, the last ``wide`` without gradient; log q(ϑ); the steps of the MAF."""
+        vartheta, log_q_theta, steps = self.theta_flow.trace(noise)
+        if wide:
+            vartheta = torch.cat([vartheta[:-wide], vartheta[-wide:].detach()])
+        return vartheta, log_q_theta, steps
 
     def path(
         self, noise: Float[Tensor, "mc time state"], vartheta: Float[Tensor, "mc theta"]
     ) -> tuple[Float[Tensor, "mc time1 state"], Float[Tensor, " mc"]]:
         """Draws of q(x | ϑ) at any ϑ, and their log density; x holds x_0 first."""
-        seen, z = self.seen(vartheta), noise * self.free
+        return self._path(noise, self.seen(vartheta))[:2]
+
+    def _path(
+        self, noise: Tensor, seen: Tensor, traces: list[FlowTrace] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x, log q and the z of the last flow; what each flow made is appended to ``traces``."""
+        z = noise * self.free
         log_q = -0.5 * (z.square() + LOG_2PI)
         for flow in self.flows():
-            z, log_diag = flow(z, seen)
+            trace = flow.trace(z, seen)
             # A fixed component of x_0 stays 0, or the layers' Jacobians would not be triangular.
-            z, log_q = z * self.free, log_q - log_diag
+            z, log_q = flow.turn(trace.y) * self.free, log_q - flow.turn(trace.log_diag)
+            if traces is not None:
+                traces.append(trace)
         x, log_slope = self.to_state(z)
-        return self._with_x0(x), ((log_q - log_slope) * self.free).sum((-2, -1))
+        return self._with_x0(x), ((log_q - log_slope) * self.free).sum((-2, -1)), z
 
     def seen(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
         """ϑ as the networks of the path see it."""

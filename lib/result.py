@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lib.data import Grid, Observations
 from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
-from lib.posterior import Family, VariationalPosterior
+from lib.family import Family
+from lib.posterior import VariationalPosterior
 from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
 from lib.start import Start

@@ -15,15 +15,16 @@ from lib.config import DTYPES, FitConfig
 from lib.data import Grid, Observations
 from lib.diagnostics import gap_limit
 from lib.elbo import Elbo, elbo
+from lib.maf import stretched
 from lib.muon import Muon
 from lib.network import Conditioner, ThetaTaps
 from lib.posterior import Noise, VariationalPosterior
+from lib.refit import refit_theta
 from lib.result import FitResult, History
+from lib.schedule import WARM_UP_SHARE, judge, refit_steps, schedule, temper
 from lib.ssm import StateSpaceModel
 from lib.start import find_start
 
-WARM_UP_SHARE = 0.05
-TEMPERING_SHARE = 0.5
 BETAS = (0.9, 0.99)
 CLIP_NORM = 10.0
 MAX_SKIPPED = 50
@@ -106,6 +107,7 @@ class _Run:
     q: VariationalPosterior
     grid: Grid
     wide: int
+    tails: Tensor | None = None  # noise, once q(ϑ) is refitted
 
     def train(
         self, config: FitConfig, seed: int, progress: bool, clock: float
@@ -117,20 +119,22 @@ class _Run:
         generator = torch.Generator(device).manual_seed(seed)
         trace = torch.full((config.num_steps,), torch.nan, dtype=torch.float64, device=device)
         seconds, streak = np.zeros(config.num_steps), torch.zeros((), device=device)
+        refits = refit_steps(config.refits, config.num_steps)
         with tqdm(total=config.num_steps, disable=not progress, desc="fit", unit="step") as bar:
             for i in range(config.num_steps):
                 share = i / config.num_steps
-                for group in (group for each in optimizers for group in each.param_groups):
-                    group["lr"] = config.learning_rate * schedule(share)
+                if i in refits:
+                    self.refit(generator)
+                rate = config.learning_rate * schedule(share)
+                set_rates(optimizers, rate, refitted=self.tails is not None)
                 # Far from the posterior the score is large and its path is long: warm up without.
                 step = path if config.gradient == "path" and share >= WARM_UP_SHARE else total
-                noise = self.q.draw_noise(config.num_samples + self.wide, generator)
+                noise = self.draw_noise(config.num_samples, generator)
                 alpha = trace.new_tensor(temper(config.tempering, share))
                 reported, skipped = step(noise, alpha)
                 # A skipped step leaves NaN in the trace, where ``judge`` finds it.
                 trace[i] = torch.where(skipped > 0, torch.nan, reported)
                 streak = (streak + 1) * skipped
-                seconds[i] = time.perf_counter() - clock
                 done, stopped = i + 1, ""
                 if done % config.log_every == 0 or done == config.num_steps:
                     bar.update(done - bar.n)
@@ -138,9 +142,27 @@ class _Run:
                     bar.set_postfix_str(f"ELBO {float(recent):.2f}")
                     if streak >= MAX_SKIPPED:
                         stopped = self.broken_term(noise, done)
-                        break
+                if done in refits and done == config.num_steps and not stopped:
+                    self.refit(generator)
+                seconds[i] = time.perf_counter() - clock
+                if stopped:
+                    break
         elbos = trace[:done].cpu().numpy()
         return History(np.arange(1, done + 1), elbos, seconds[:done]), stopped
+
+    def refit(self, generator: torch.Generator) -> None:
+        """Refit q(ϑ); where that is refused, what an earlier one found stays."""
+        found = refit_theta(self.model, self.q, self.grid, generator)
+        self.tails = self.tails if found is None else found
+
+    def draw_noise(self, inner: int, generator: torch.Generator) -> Noise:
+        """Noise of one step: ``inner`` draws of q, and ``wide`` whose ϑ lie in its tails."""
+        noise = self.q.draw_noise(inner + self.wide, generator)
+        if self.tails is None:
+            return noise._replace(theta=stretched(noise.theta, self.wide))
+        shape, device = (self.wide,), self.tails.device
+        chosen = torch.randint(len(self.tails), shape, generator=generator, device=device)
+        return noise._replace(theta=torch.cat([noise.theta[:inner], self.tails[chosen]]))
 
     def loss(self, path_gradient: bool, noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Minus the tempered ELBO, to be minimised, and the ELBO with α = 1, to be reported."""
@@ -162,17 +184,30 @@ class _Run:
 
 
 def make_optimizers(q: VariationalPosterior, kind: str) -> list[torch.optim.Optimizer]:
-    """Adam for every weight; or Muon for the matrices of the path's networks, Adam for the rest."""
-    learned = [w for w in q.parameters() if w.requires_grad]
+    """Adam for every weight; or Muon for the matrices of the path's networks, Adam for the rest.
+
+    The weights of q(ϑ) are the first group of the first optimiser.
+    """
+    of_theta = list(q.theta_flow.parameters())
     networks = [m for m in q.modules() if isinstance(m, Conditioner | ThetaTaps)]
     matrices = [w for m in networks for w in m.matrices()] if kind == "muon" else []
-    others = [w for w in learned if all(w is not matrix for matrix in matrices)]
+    apart = {id(w) for w in of_theta + matrices}
+    others = [w for w in q.parameters() if w.requires_grad and id(w) not in apart]
+    groups = [{"params": of_theta}, {"params": others}]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Adam(others, lr=0.0, betas=BETAS, fused=True)
+        torch.optim.Adam(groups, lr=0.0, betas=BETAS, fused=True)
     ]
     if matrices:
         optimizers.append(Muon(matrices))
     return optimizers
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], rate: float, refitted: bool) -> None:
+    """One learning rate for all; once q(ϑ) is refitted its own is 0, or the bound narrows it."""
+    for group in (group for each in optimizers for group in each.param_groups):
+        group["lr"] = rate
+    if refitted:
+        optimizers[0].param_groups[0]["lr"] = 0.0
 
 
 def make_step(
@@ -202,42 +237,3 @@ def make_step(
         return reported, bad
 
     return step
-
-
-def schedule(share: float) -> float:
-    """Linear warm-up, then cosine decay to 0, as a share of the peak learning rate."""
-    if share < WARM_UP_SHARE:
-        return (share + 1e-3) / (WARM_UP_SHARE + 1e-3)
-    return 0.5 * (1 + np.cos(np.pi * (share - WARM_UP_SHARE) / (1 - WARM_UP_SHARE)))
-
-
-def temper(initial: float, share: float) -> float:
-    """α at a share of the run: linear from ``initial`` to exactly 1 at half of it."""
-    return max(1.0, initial + (1.0 - initial) * share / TEMPERING_SHARE)
-
-
-def judge(trace: np.ndarray, tolerance: float) -> tuple[bool, str]:
-    """Converged: in the last fifth no step was skipped and the ELBO did not move.
-
-    Its fitted straight line moves by at most ``tolerance`` nats, or by less than two of its
-    standard errors. Standard errors alone would never pass a good fit: as the learning rate falls
-    to 0 the noise falls with it, and a rise of a few hundredths of a nat is still significant.
-    """
-    last = trace[-max(10, len(trace) // 5) :]
-    skipped = int((~np.isfinite(last)).sum())
-    if skipped:
-        return False, f"not converged: {skipped} steps of the last fifth were skipped"
-    if len(last) < 10:
-        return False, f"not converged: {len(trace)} steps are too few to judge"
-    x = np.arange(len(last)) - (len(last) - 1) / 2
-    slope = (x @ last) / (x @ x)
-    residual = last - last.mean() - slope * x
-    error = np.sqrt(residual @ residual / (len(last) - 2) / (x @ x))
-    if abs(slope) * len(last) > tolerance and abs(slope) > 2 * error:
-        return False, (
-            f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
-            f"over the last fifth, more than {tolerance:.2f}"
-        )
-    return True, (
-        f"converged: the ELBO moves by {slope * len(last):+.3f} nats over the last fifth of the run"
-    )

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from lib.data import Grid, Observations
 from lib.elbo import elbo
-from lib.posterior import Family, Noise, Sample, VariationalPosterior
+from lib.family import Family
+from lib.posterior import Noise, Sample, VariationalPosterior
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 from lib.start import Start
@@ -300,6 +301,8 @@ def test_importance_weights_of_a_real_q_average_to_the_evidence(family: str) -> 
 
 
 @pytest.mark.compiled
+# Dynamo itself makes the instance that torch.autograd warns of.
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name, family",
     [

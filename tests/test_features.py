@@ -10,8 +10,9 @@ from torch.distributions import Normal
 from torch.testing import assert_close
 
 from lib.data import Grid, Observations
+from lib.family import Family
 from lib.features import centred_features, interpolate, past_features, steps_since
-from lib.posterior import Family, VariationalPosterior
+from lib.posterior import VariationalPosterior
 from lib.sde import OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 from lib.start import Start

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lib.gauss_markov import GaussMarkov, backward_scan
-from lib.local_iaf import LocalIAF
+from lib.local_iaf import LocalIAF, add_windows, past_windows, solve_band_transposed
 from lib.maf import IAF, MAF
-from lib.network import lower_product
+from lib.network import NetworkTrace, lower_product
 
 K, D, NUM_FEATURES, HIDDEN, DRAWS = 3, 2, 4, (16, 16), 16
 
@@ -168,6 +168,40 @@ def test_scan_is_the_recursion_run_backwards(time: int, p: int) -> None:
     assert_close(backward_scan(a, c), u)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("time", [1, 2, 5, 8])
+def test_gradient_of_the_scan_is_exact(time: int, p: int) -> None:
+    a, c = torch.randn(2, time, p, p, requires_grad=True), torch.randn(2, time, p)
+    assert torch.autograd.gradcheck(backward_scan, (a, c.requires_grad_()))
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_windows_are_shifted_copies_and_add_windows_their_transpose(length: int, p: int) -> None:
+    z, weights = torch.randn(2, 6, p, requires_grad=True), torch.randn(2, 6, length * p)
+    padded = torch.nn.functional.pad(z, (0, 0, length, 0))
+    slices = torch.cat([padded[:, j : j + 6] for j in range(length)], -1)
+    assert_close(past_windows(z, length), slices, rtol=0, atol=0)
+    (expected,) = torch.autograd.grad(slices, z, weights)
+    assert_close(add_windows(weights, length), expected)
+    assert_close(torch.autograd.grad(past_windows(z, length), z, weights)[0], expected)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("time, window", [(1, 3), (5, 1), (32, 4), (70, 10), (80, 40)])
+def test_band_is_solved_as_the_dense_matrix(time: int, window: int, p: int) -> None:
+    """Kills a wrong block, above all where one block meets the next or the last is short."""
+    size = time * p
+    band = 0.1 * torch.randn(2, time, p, (window + 1) * p)
+    band[..., -p:] = band[..., -p:].tril(-1) + torch.eye(p)
+    dense = torch.zeros(2, size, (time + window) * p)
+    for i in range(time):
+        dense[:, i * p : (i + 1) * p, i * p : (i + window + 1) * p] = band[:, i]
+    g = torch.randn(2, time, p)
+    expected = torch.linalg.solve(dense[..., window * p :].mT, g.flatten(1)[..., None])
+    assert_close(solve_band_transposed(band, g).flatten(1), expected[..., 0])
+
+
 def unpack_lower(diagonal: Tensor, entries: Tensor) -> Tensor:
     """Lower triangular matrix from its diagonal and, row by row, what is below it."""
     matrix = torch.diag(diagonal)
@@ -229,6 +263,9 @@ class Constant(torch.nn.Module):
 
     def forward(self, window: Tensor | None, features: Tensor, theta: Tensor) -> Tensor:
         return self.outputs.expand(len(theta), len(features), -1)
+
+    def trace(self, window: Tensor | None, features: Tensor, theta: Tensor) -> NetworkTrace:
+        return NetworkTrace(self(window, features, theta), [], theta, None)
 
 
 def constant_layer(p: int, outputs: list[float], **options: object) -> LocalIAF:

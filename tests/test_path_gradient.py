@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import lib
 from lib.elbo import elbo
+from lib.maf import stretched
 from lib.path_gradient import find_score, with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.start import find_start
@@ -93,8 +94,8 @@ def test_score_is_that_of_dense_jacobians(case: str, family: str) -> None:
     """Kills a wrong window, sign, order of time, coupling, tap, gate or mask in any solve."""
     _, q = posterior(case, FAMILIES[family])
     noise = q.draw_noise(2, torch.Generator().manual_seed(3))
-    vartheta, log_q = q.theta_flow(noise.theta)
-    score = find_score(q, noise, vartheta)
+    trace = q.trace(noise)
+    vartheta, score = trace.sample.vartheta, find_score(q, trace)
     for draw in range(2):
         by_theta, by_x = dense_score(q, noise.path[draw], vartheta[draw].detach())
         assert_close(score.theta_path[draw], by_theta)
@@ -137,8 +138,8 @@ def test_path_gradient_vanishes_where_q_is_the_posterior() -> None:
     """Kills a score term that was left in: it alone is noise of order one."""
     _, q = posterior("scalar", lib.Family(receptive_field=2))
     noise = q.draw_noise(4, torch.Generator().manual_seed(0))
-    sample = with_path_gradient(q, noise, q(noise))
-    score = find_score(q, noise, sample.vartheta)
+    trace = q.trace(noise)
+    sample, score = with_path_gradient(q, trace), find_score(q, trace)
     # A target whose log density is log q itself, weights held.
     moves = (score.theta + score.theta_path) * sample.vartheta
     target = moves.sum(-1) + (score.path * sample.x[:, q.first :]).sum((-2, -1))
@@ -149,7 +150,7 @@ def test_path_gradient_vanishes_where_q_is_the_posterior() -> None:
 def test_no_weight_gets_a_gradient_from_the_score() -> None:
     _, q = posterior("random", FAMILIES["study"])
     noise = q.draw_noise(2, torch.Generator().manual_seed(3))
-    score = find_score(q, Noise(*noise), q.theta_flow(noise.theta)[0])
+    score = find_score(q, q.trace(noise))
     assert not any(part.requires_grad for part in score)
     assert all(w.grad is None for w in q.parameters())
 
@@ -163,7 +164,7 @@ def test_a_score_that_grows_along_time_leaves_the_plain_gradient() -> None:
     assert path.ne(plain).any()
     with torch.no_grad():
         q.layers[0].taps.weights[-1].bias += 20.0
-    assert find_score(q, noise, q.theta_flow(noise.theta)[0]).growth > 100
+    assert find_score(q, q.trace(noise)).growth > 100
     path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
     assert_close(path, plain, rtol=0, atol=0)
 
@@ -173,15 +174,25 @@ def test_wide_draws_train_the_path_alone(path_gradient: bool) -> None:
     """Kills wide draws that enter the value, pull at q(ϑ), or sit at the wrong ϑ."""
     model, q = posterior("scalar", FAMILIES["study"])
     grid, noise = scalar()[1].grid(), q.draw_noise(6, torch.Generator().manual_seed(0))
+    noise = noise._replace(theta=stretched(noise.theta, 2))
     bound = elbo(model, q, grid, noise, 1.0, path_gradient, wide=2)
     plain = elbo(model, q, grid, Noise(noise.theta[:4], noise.path[:4]))
     assert_close(bound.value, plain.value)
     assert_close(bound.log_q_theta, plain.log_q_theta)
-    vartheta = q.theta_flow(noise.theta)[0]
-    outer = vartheta.mean(0) + 2 * (vartheta[4:] - vartheta.mean(0))
+    outer = q.theta_flow(noise.theta)[0][4:].detach()
     x, log_q_x = q.path(noise.path[4:], outer)
     joint = model.log_joint(outer, x, grid)
     assert_close(bound.conditional, (joint.total - joint.log_prior - log_q_x).sum() / 4)
     bound.conditional.backward()
     assert all(w.grad is None or (w.grad == 0).all() for w in q.theta_flow.parameters())
     assert q.base.network.out.weight.grad.abs().max() > 0
+
+
+def test_wide_draws_get_the_score_of_their_own_theta() -> None:
+    """Kills a score that stops at a wide ϑ, or that is that of another draw."""
+    _, q = posterior("mixed", FAMILIES["study"])
+    noise = q.draw_noise(4, torch.Generator().manual_seed(0))
+    noise = noise._replace(theta=stretched(noise.theta, 2))
+    wide, plain = (find_score(q, q.trace(noise, count)) for count in (2, 0))
+    for one, other in zip(wide, plain, strict=True):
+        assert_close(one, other)

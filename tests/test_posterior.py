@@ -12,7 +12,9 @@ from torch.distributions import LogNormal, Normal
 from torch.testing import assert_close
 
 from lib.data import Grid, Observations
-from lib.posterior import Family, Noise, VariationalPosterior
+from lib.family import Family
+from lib.gauss_markov import GaussMarkovTrace
+from lib.posterior import Noise, VariationalPosterior
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 from lib.start import Start
@@ -169,8 +171,8 @@ def test_positive_states_are_positive_however_far_out(
 class Skip(torch.nn.Module):
     """In place of a layer: z' = z."""
 
-    def forward(self, z: Tensor, features: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-        return z, torch.zeros_like(z)
+    def trace(self, z: Tensor, features: Tensor, theta: Tensor) -> GaussMarkovTrace:
+        return GaussMarkovTrace(theta, z, z, z, y=z, log_diag=torch.zeros_like(z))
 
 
 def keep_layer(q: VariationalPosterior, kept: int) -> VariationalPosterior:
@@ -260,6 +262,31 @@ def test_draws_are_a_pure_function_of_noise_one_by_one(family: str) -> None:
     alone = q(Noise(noise.theta[3:4], noise.path[3:4]))
     for a, b in zip(first, alone, strict=True):
         assert_close(a[3:4], b)
+
+
+@pytest.mark.parametrize("family", ["paper", "study"])
+@pytest.mark.parametrize("wide", [1, 3, 5])
+def test_wide_draws_are_draws_whose_theta_takes_no_gradient(family: str, wide: int) -> None:
+    """Kills wide draws at the wrong end or place, and a gradient that reaches q(ϑ) through x."""
+    q = posterior(PROBLEMS["p = 2, x_0 fixed"](4), FAMILIES[family])
+    noise = noise_for(q, 5)
+    sample, plain = q(noise, wide), q(noise)
+    for draws in (sample, q.trace(noise, wide).sample):
+        assert all(a.equal(b) for a, b in zip(draws, plain, strict=True))
+
+    def by_theta_flow(x: Tensor) -> list[Tensor]:
+        weights = list(q.theta_flow.parameters())
+        value = x.square().sum() + 0 * weights[0].sum()
+        return list(torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True))
+
+    inner = 5 - wide
+    for part, same in ((sample.x, plain.x), (sample.vartheta, plain.vartheta)):
+        assert all((g == 0).all() for g in by_theta_flow(part[inner:]))
+        for got, expected in zip(by_theta_flow(part), by_theta_flow(same[:inner]), strict=True):
+            assert_close(got, expected)
+    sample.x[inner:].sum().backward()
+    assert any(w.grad is not None and w.grad.any() for w in q.layers.parameters())
+    assert sample.log_q_theta[inner:].requires_grad
 
 
 @pytest.mark.parametrize("family", FAMILIES)

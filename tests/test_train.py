@@ -1,5 +1,7 @@
 """The optimiser: steps that must not count, schedules, the verdict, fits with a known answer."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +11,12 @@ from torch.distributions import Normal
 
 import lib
 from lib import train
-from lib.posterior import Noise
+from lib.maf import stretched
+from lib.posterior import Noise, VariationalPosterior
+from lib.schedule import refit_steps
+from lib.start import find_start
 
-QUICK = lib.FitConfig(num_steps=10, num_samples=4, log_every=5)
+QUICK = lib.FitConfig(num_steps=10, num_samples=4, log_every=5, refits=0)
 
 
 def ou(num_observed: int = 20) -> tuple[lib.StateSpaceModel, lib.Observations]:
@@ -27,11 +32,18 @@ def ou(num_observed: int = 20) -> tuple[lib.StateSpaceModel, lib.Observations]:
 
 
 class Step(NamedTuple):
-    """What one training step was given, and the weights it left."""
+    """What one training step was given, and the weights it left: of q(ϑ), and all the others."""
 
-    learning_rate: float
+    rate: float
+    theta_rate: float
+    noise: Noise
     alpha: float
-    weights: list[torch.Tensor]
+    theta: list[torch.Tensor]
+    path: list[torch.Tensor]
+
+
+def all_weights(step: Step) -> list[torch.Tensor]:
+    return step.theta + step.path
 
 
 @pytest.fixture
@@ -44,10 +56,11 @@ def steps(monkeypatch) -> list[Step]:
         step = make_step(*args)
 
         def recorded(noise, alpha):
-            (rate,) = {float(group["lr"]) for group in groups}
+            (rate,), theta_rate = {float(group["lr"]) for group in groups[1:]}, groups[0]["lr"]
             out = step(noise, alpha)
-            weights = [w.detach().clone() for group in groups for w in group["params"]]
-            made.append(Step(rate, float(alpha), weights))
+            theta, *rest = ([w.detach().clone() for w in group["params"]] for group in groups)
+            path = [w for weights in rest for w in weights]
+            made.append(Step(rate, float(theta_rate), noise, float(alpha), theta, path))
             return out
 
         return recorded
@@ -107,14 +120,15 @@ def test_tempering_trains_but_the_reported_elbo_is_without_it(steps):
     model, data = ou()
     elbos = []
     for tempering in (1.0, 10.0):
-        config = lib.FitConfig(num_steps=10, num_samples=4, tempering=tempering, dtype="float64")
+        config = replace(QUICK, tempering=tempering, dtype="float64")
         elbos.append(lib.fit(model, data, config, device="cpu", progress=False).history.elbo)
     assert elbos[0][0] == pytest.approx(elbos[1][0], rel=1e-12)
     assert elbos[0][2] != pytest.approx(elbos[1][2], rel=1e-9)
     alphas = [1.0] * 10 + [10.0, 8.2, 6.4, 4.6, 2.8] + [1.0] * 5
     assert [step.alpha for step in steps] == pytest.approx(alphas)
     rates = [0.01 * train.schedule(i / 10) for i in range(10)]
-    assert [step.learning_rate for step in steps] == pytest.approx(rates * 2)
+    assert [step.rate for step in steps] == pytest.approx(rates * 2)
+    assert [step.theta_rate for step in steps] == pytest.approx(rates * 2)
 
 
 def test_judge():
@@ -162,14 +176,14 @@ def broken(first: int, last: int) -> tuple[lib.StateSpaceModel, lib.Observations
 @pytest.mark.parametrize("good", [0, 60])
 def test_many_broken_steps_stop_with_the_terms_name_and_the_last_good_weights(steps, good):
     """Kills weights that turn NaN, and a stop that is counted over the run or leaves no name."""
-    config = lib.FitConfig(num_steps=300, num_samples=4, log_every=10)
+    config = lib.FitConfig(num_steps=300, num_samples=4, log_every=10, refits=0)
     fit = lib.fit(*broken(good + 1, 1000), config, device="cpu", progress=False)
     assert not fit.converged and len(fit.history.step) == good + 50
     assert fit.reason.startswith(f"stopped at step {good + 50}: 50 steps in a row")
     assert fit.reason.endswith("not finite: log_transition")
     kept, left = (
         sorted((list(w.shape), w.flatten().tolist()) for w in weights)
-        for weights in (steps[max(good - 1, 0)].weights, fit.q.parameters())
+        for weights in (all_weights(steps[max(good - 1, 0)]), fit.q.parameters())
     )
     assert kept == left
     assert f"stopped at step {good + 50}" in fit.diagnostics(100).verdict
@@ -177,11 +191,11 @@ def test_many_broken_steps_stop_with_the_terms_name_and_the_last_good_weights(st
 
 def test_a_skipped_step_is_counted_and_the_run_goes_on(steps):
     """Kills a skipped step that is reported as a good one, or that moves the weights."""
-    config = lib.FitConfig(num_steps=60, num_samples=4)
+    config = lib.FitConfig(num_steps=60, num_samples=4, refits=0)
     fit = lib.fit(*broken(31, 33), config, device="cpu", progress=False)
     assert np.flatnonzero(~np.isfinite(fit.history.elbo)).tolist() == [30, 31, 32]
-    assert all(map(torch.equal, steps[29].weights, steps[32].weights))
-    assert not all(map(torch.equal, steps[32].weights, steps[33].weights))
+    good, last, first = (all_weights(steps[i]) for i in (29, 32, 33))
+    assert all(map(torch.equal, good, last)) and not all(map(torch.equal, last, first))
     late = lib.fit(*broken(55, 55), config, device="cpu", progress=False)
     assert not late.converged and late.reason.endswith("1 steps of the last fifth were skipped")
 
@@ -215,7 +229,7 @@ def test_fit_without_data_returns_the_prior():
     )
     empty = lib.Observations([0.1, 0.5], [[5.0], [torch.nan]], 0.1)
     empty.y[:] = torch.nan
-    config = lib.FitConfig(num_steps=600, num_samples=20, family=lib.Family(num_flows=0))
+    config = lib.FitConfig(num_steps=600, refits=0, family=lib.Family(num_flows=0))
     vartheta = lib.fit(model, empty, config, device="cpu", progress=False).draws(4000).vartheta
     torch.testing.assert_close(
         vartheta.mean(0), torch.tensor([-1.0, 5.0, -0.5]), atol=0.1, rtol=0.0
@@ -233,7 +247,7 @@ def same(one: lib.FitResult, other: lib.FitResult) -> bool:
 def test_seed_decides(dtype):
     """Kills a hidden source of noise, and a dtype that does not reach q or the reported draws."""
     model, data = ou()
-    config = lib.FitConfig(num_steps=12, num_samples=4, dtype=dtype)
+    config = lib.FitConfig(num_steps=12, num_samples=4, dtype=dtype, refits=0)
     state = torch.random.get_rng_state()
     first = lib.fit(model, data, config, 1, "cpu", progress=False)
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator moved"
@@ -258,7 +272,7 @@ def test_the_process_is_put_back(monkeypatch, interrupted):
         return 1.0
 
     monkeypatch.setattr(train, "schedule", schedule)
-    config = lib.FitConfig(num_steps=1, num_samples=1, threads=2)
+    config = lib.FitConfig(num_steps=1, num_samples=1, threads=2, refits=0)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -272,6 +286,150 @@ def test_the_process_is_put_back(monkeypatch, interrupted):
         torch.set_num_threads(before)
     assert inside[0] == (2, 0.0), "two threads, denormals flushed"
     assert float(denormal * 1) > 0
+
+
+def test_refits_are_every_fifth_from_the_end_backwards():
+    assert refit_steps(3, 1000) == [1000, 800, 600]
+    assert refit_steps(0, 1000) == [] and refit_steps(2, 3) == [3, 2]
+    assert refit_steps(8, 1000) == [1000, 800, 600, 400, 200, 0, 0, 0]
+    assert lib.FitConfig.paper().refits == 0
+
+
+class Refit:
+    """In place of ``refit_theta``: moves q(ϑ) and gives tails, unless it is to refuse."""
+
+    def __init__(self, monkeypatch, steps: list[Step], *refused: int) -> None:
+        self.steps, self.refused = steps, refused
+        self.at, self.found, self.left = [], [], []
+        self.clock = 0.0
+        monkeypatch.setattr(train, "refit_theta", self)
+        monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: self.clock))
+
+    def __call__(self, model, q, grid, generator):
+        self.at.append(len(self.steps))
+        self.clock += 1.0
+        weights = list(q.theta_flow.parameters())
+        if len(self.at) - 1 not in self.refused:
+            with torch.no_grad():
+                for weight in weights:
+                    weight.add_(0.01)
+            noise = torch.randn(50, 3, dtype=weights[0].dtype, generator=generator)
+            self.found.append(10.0 + len(self.at) + noise)
+        self.left.append([w.detach().clone() for w in weights])
+        return self.found[-1] if len(self.at) - 1 not in self.refused else None
+
+
+def refitted_run(monkeypatch, steps, *refused: int, refits: int = 2, wide_samples: int = 5):
+    """20 steps of which each shows what it was given; refits before the 16th and at the end."""
+    refit = Refit(monkeypatch, steps, *refused)
+    config = lib.FitConfig(num_steps=20, num_samples=4, wide_samples=wide_samples, refits=refits)
+    return lib.fit(*ou(), config, device="cpu", progress=False), refit
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_q_of_theta_rests_between_refits_and_the_path_learns(monkeypatch, steps, optimizer):
+    """Kills a rate that returns, Adam's moments that move a refitted weight, a refit one off."""
+    refit = Refit(monkeypatch, steps)
+    config = lib.FitConfig(num_steps=20, num_samples=4, refits=2, optimizer=optimizer)
+    fit = lib.fit(*ou(), config, device="cpu", progress=False)
+    assert refit.at == [16, 20]
+    assert all(equal(step.theta, refit.left[0]) for step in steps[16:])
+    assert equal(list(fit.q.theta_flow.parameters()), refit.left[1])
+    assert not equal(refit.left[0], refit.left[1])
+    for before, after in zip(steps[:-1], steps[1:], strict=True):
+        assert not equal(before.path, after.path)
+    assert not any(equal(*(step.theta for step in steps[i - 1 : i + 1])) for i in range(1, 16))
+    assert [step.rate for step in steps] == [0.01 * train.schedule(i / 20) for i in range(20)]
+    assert [step.theta_rate > 0 for step in steps] == [True] * 16 + [False] * 4
+
+
+@pytest.mark.parametrize("wide", [0, 5])
+def test_wide_draws_are_stretched_first_and_then_the_tails_found(monkeypatch, steps, wide):
+    """Kills tails that replace q's own draws, wide draws stretched twice, and stale tails."""
+    refit = refitted_run(monkeypatch, steps, refits=3, wide_samples=wide)[1]
+    assert refit.at == [12, 16, 20]
+    generator = torch.Generator().manual_seed(0)
+    options = {"generator": generator, "dtype": torch.float32}
+    for i, step in enumerate(steps):
+        if i in refit.at:
+            torch.randn(50, 3, **options)
+        theta, path = torch.randn(4 + wide, 3, **options), torch.randn(4 + wide, 20, 1, **options)
+        assert step.noise.path.equal(path) and step.noise.theta[:4].equal(theta[:4])
+        found = refit.found[int(i >= 16)] if i >= 12 else stretched(theta, wide)[4:]
+        chosen = torch.randint(50, (wide,), generator=generator) if i >= 12 else torch.arange(wide)
+        assert step.noise.theta[4:].equal(found[chosen])
+
+
+def test_q_of_theta_learns_on_where_a_refit_is_refused(monkeypatch, steps):
+    """Kills a rate of 0 after a refit that did nothing."""
+    refit = refitted_run(monkeypatch, steps, 0, 1, refits=3)[1]
+    assert refit.at == [12, 16, 20]
+    assert not any(equal(*(step.theta for step in steps[i - 1 : i + 1])) for i in range(1, 20))
+    assert all(step.theta_rate == step.rate for step in steps)
+
+
+def test_a_refused_refit_takes_nothing_back(monkeypatch, steps):
+    """Kills q(ϑ) that learns again, or tails that are lost, when a later refit is refused."""
+    refit = refitted_run(monkeypatch, steps, 1, refits=3)[1]
+    assert all(equal(step.theta, refit.left[0]) for step in steps[12:])
+    for step in steps[12:]:
+        assert (step.noise.theta[4:, None] == refit.found[0]).all(2).any(1).all()
+
+
+def test_without_refits_none_is_made(monkeypatch, steps):
+    fit, refit = refitted_run(monkeypatch, steps, refits=0)
+    assert refit.at == [] and fit.history.seconds[-1] == 0
+
+
+def test_a_run_that_broke_is_not_refitted_at_its_end(monkeypatch, steps):
+    """Kills a refit of what stopped in its last step, and one of a run cut short."""
+    refit = Refit(monkeypatch, steps)
+    for num_steps in (50, 300):
+        config = lib.FitConfig(num_steps=num_steps, num_samples=4, log_every=10, refits=1)
+        fit = lib.fit(*broken(1, 1000), config, device="cpu", progress=False)
+        assert fit.reason.startswith("stopped at step 50") and refit.at == []
+
+
+def test_seconds_count_every_refit_and_the_last(monkeypatch, steps):
+    """Kills a clock that is read before the last refit; it ticks in refits alone."""
+    fit = refitted_run(monkeypatch, steps)[0]
+    assert fit.history.seconds.tolist() == [0.0] * 16 + [1.0] * 3 + [2.0]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adam"])
+@pytest.mark.parametrize("family", [lib.Family(), lib.Family(theta_flows=0), lib.Family.paper()])
+def test_q_of_theta_is_the_first_group_and_no_weight_is_lost(kind, family):
+    """Kills a weight in two groups or none, and another order than ``set_rates`` needs."""
+    model, data = ou()
+    grid = data.grid()
+    q = VariationalPosterior(model, grid, family, find_start(model, grid, 0), seed=0)
+    optimizers = train.make_optimizers(q, kind)
+    groups = [group for each in optimizers for group in each.param_groups]
+    of_theta = [id(w) for w in q.theta_flow.parameters()]
+    assert [id(w) for w in groups[0]["params"]] == of_theta
+    have = sorted(id(w) for group in groups for w in group["params"])
+    assert have == sorted(id(w) for w in q.parameters() if w.requires_grad)
+    for refitted in (True, False):
+        train.set_rates(optimizers, 0.3, refitted)
+        first, *others = (group["lr"] for group in groups)
+        assert first == (0.0 if refitted else 0.3) and set(others) == {0.3}
+
+
+def test_the_real_refit_ends_a_run_and_leaves_the_path(monkeypatch, steps):
+    """Kills a refit whose outcome does not reach the fit: same seed, same steps, another q(ϑ)."""
+    monkeypatch.setattr("lib.refit.SMALLEST_ESS", 0)
+    monkeypatch.setattr("lib.refit.NUM_DRAWS", 500)
+    monkeypatch.setattr("lib.refit.NUM_STEPS", 3)
+    config = lib.FitConfig(num_steps=10, num_samples=4, refits=1)
+    fit = lib.fit(*ou(), config, device="cpu", progress=False)
+    pairs = zip(fit.q.theta_flow.named_parameters(), steps[-1].theta, strict=True)
+    assert {name for (name, now), last in pairs if now.equal(last)} == {"shift", "stretch"}
+    plain = lib.fit(*ou(), replace(config, refits=0), device="cpu", progress=False)
+    assert fit.history.elbo.tolist() == plain.history.elbo.tolist()
 
 
 def test_progress_bar_shows_only_when_asked(capsys):
@@ -309,6 +467,7 @@ def test_refusals():
         ({"tempering": 0.5}, "tempering must be 1"),
         ({"optimizer": "sgd"}, "optimizer must be one of"),
         ({"gradient": "score"}, "gradient must be one of"),
+        ({"refits": -1}, "refits must be a whole number, 0 or more; got -1"),
         ({"wide_samples": -1}, "wide_samples must be a whole number, 0 or more; got -1"),
         ({"mode": "cuda_graph"}, "mode must be 'eager'; got 'cuda_graph'"),
     ],

@@ -1,0 +1,123 @@
+"""Last touch on q(ϑ): fitted to importance-weighted draws, so that it covers the posterior."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.data import Grid
+from lib.diagnostics import log_mean
+from lib.maf import MAF, log_stretched, stretched
+from lib.posterior import VariationalPosterior
+from lib.ssm import StateSpaceModel
+
+NUM_DRAWS = 20_000
+CHUNK = 500
+# With fewer effective draws than this, they say less of the posterior than q(ϑ) does.
+SMALLEST_ESS = 1000
+NUM_STEPS = 300
+BATCH = 1000
+LEARNING_RATE = 3e-3
+BETAS = (0.9, 0.99)
+CLIP_NORM = 10.0
+# Share of the reverse divergence in what the refit minimises.
+REVERSE = 0.1
+# A log weight below this says the same: no mass.
+LOWEST = -1e5
+NUM_TAILS = 2000
+TAIL_POWER = 0.1
+
+
+class Pool(NamedTuple):
+    """Draws of ϑ from m, half q(ϑ) and half its tails, the latter last, with one path for each.
+
+    ``log_weight`` is log p(ϑ, x, y) − log m(ϑ) q(x | ϑ).
+    """
+
+    vartheta: Float[Tensor, "mc theta"]
+    log_m: Float[Tensor, " mc"]
+    log_weight: Float[Tensor, " mc"]
+
+
+def refit_theta(
+    model: StateSpaceModel, q: VariationalPosterior, grid: Grid, generator: torch.Generator
+) -> Float[Tensor, "tails theta"] | None:
+    r"""Fit q(ϑ) to draws weighted by the posterior; q(x | ϑ) stays.
+
+    The bound is largest at :math:`q(\vartheta) \propto p(\vartheta|y)\,e^{-KL(\vartheta)}`, KL(ϑ)
+    that of q(x | ϑ): too narrow, as KL(ϑ) grows towards the tails. This step minimises
+    :math:`KL(p\|q) + 0.1\,KL(q\|p)` of the ϑ-marginals, the first by importance weights (the wake
+    phase of Bornschein and Bengio 2015), the second by the bound's own log weights: it keeps q(ϑ)
+    from where q(x | ϑ) has broken down. Repeated, with steps between, it walks into tails of which
+    the first draws saw only the beginning.
+
+    Returns:
+        Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where the
+        draws count as fewer than ``SMALLEST_ESS`` and nothing changes.
+    """
+    pool = draw_pool(model, q, grid, NUM_DRAWS, generator)
+    weight = truncated(pool.log_weight)
+    if not weight.sum().square() >= SMALLEST_ESS * weight.square().sum():
+        return None
+    fit_to(q.theta_flow, pool, weight, generator)
+    return tails(q.theta_flow, pool, generator)
+
+
+@torch.no_grad()
+def draw_pool(
+    model: StateSpaceModel,
+    q: VariationalPosterior,
+    grid: Grid,
+    n: int,
+    generator: torch.Generator,
+) -> Pool:
+    """n weighted draws."""
+    noise = stretched(q.draw_theta_noise(n, generator), n // 2)
+    vartheta, log_q_theta = q.theta_flow(noise)
+    log_m, values = log_q_theta + log_stretched(noise), []
+    for part in vartheta.split(CHUNK):
+        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part)
+        values.append(model.log_joint(part, x, grid).total - log_q_x)
+    # Far out the drift may overflow to nan: a draw to which p gives no mass.
+    log_weight = (torch.cat(values) - log_m).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    return Pool(vartheta, log_m, log_weight)
+
+
+def truncated(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
+    """Weights of mean 1, none above sqrt(n) (Ionides 2008): a lucky draw moves q(ϑ) only so far."""
+    n = len(log_weight)
+    return (n * torch.softmax(log_weight, 0)).clamp(max=n**0.5)
+
+
+def fit_to(flow: MAF, pool: Pool, weight: Float[Tensor, " mc"], generator: torch.Generator) -> None:
+    """Minimise over the IAF steps; loc and scale stay, because the path's networks see them."""
+    weights, n = list(flow.steps.parameters()), len(pool.vartheta)
+    if not weights:  # a plain normal has nothing else
+        return
+    log_p = (pool.log_weight + pool.log_m - log_mean(pool.log_weight)).clamp(min=LOWEST)
+    optimizer = torch.optim.Adam(weights, lr=LEARNING_RATE, betas=BETAS, fused=True)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
+    for _ in range(NUM_STEPS):
+        i = torch.randint(n, (BATCH,), generator=generator, device=weight.device)
+        log_q = flow.log_prob(pool.vartheta[i])
+        forward = -(weight[i] * log_q).mean()
+        reverse = ((log_q - pool.log_m[i]).exp() * (log_q - log_p[i])).mean()
+        optimizer.zero_grad(set_to_none=True)
+        (forward + REVERSE * reverse).backward()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP_NORM)
+        optimizer.step()
+        decay.step()
+
+
+@torch.no_grad()
+def tails(flow: MAF, pool: Pool, generator: torch.Generator) -> Float[Tensor, "tails theta"]:
+    """Noise of draws from the tails, taken in proportion to a small power of their weight.
+
+    Of the directions in which q(ϑ) can be left most lead out of the posterior too. The power is
+    small because a weight is also small where q(x | ϑ) is still bad, which is where to train it.
+    """
+    far = slice(len(pool.vartheta) // 2, None)
+    weight = torch.softmax(TAIL_POWER * pool.log_weight[far], 0)
+    chosen = torch.multinomial(weight, NUM_TAILS, replacement=True, generator=generator)
+    return flow.inverse(pool.vartheta[far][chosen])[0]

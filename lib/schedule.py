@@ -1,0 +1,51 @@
+"""Schedules of a training run, as functions of the share of it that is done, and its verdict."""
+
+import numpy as np
+
+WARM_UP_SHARE = 0.05
+TEMPERING_SHARE = 0.5
+REFIT_EVERY = 0.2
+
+
+def schedule(share: float) -> float:
+    """Linear warm-up, then cosine decay to 0, as a share of the peak learning rate."""
+    if share < WARM_UP_SHARE:
+        return (share + 1e-3) / (WARM_UP_SHARE + 1e-3)
+    return 0.5 * (1 + np.cos(np.pi * (share - WARM_UP_SHARE) / (1 - WARM_UP_SHARE)))
+
+
+def temper(initial: float, share: float) -> float:
+    """α at a share of the run: linear from ``initial`` to exactly 1 at half of it."""
+    return max(1.0, initial + (1.0 - initial) * share / TEMPERING_SHARE)
+
+
+def refit_steps(rounds: int, num_steps: int) -> list[int]:
+    """Steps before which q(ϑ) is refitted: the end of the run, and every fifth of it before."""
+    return [round(num_steps * max(0.0, 1 - REFIT_EVERY * j)) for j in range(rounds)]
+
+
+def judge(trace: np.ndarray, tolerance: float) -> tuple[bool, str]:
+    """Converged: in the last fifth no step was skipped and the ELBO did not move.
+
+    Its fitted straight line moves by at most ``tolerance`` nats, or by less than two of its
+    standard errors. Standard errors alone would never pass a good fit: as the learning rate falls
+    to 0 the noise falls with it, and a rise of a few hundredths of a nat is still significant.
+    """
+    last = trace[-max(10, len(trace) // 5) :]
+    skipped = int((~np.isfinite(last)).sum())
+    if skipped:
+        return False, f"not converged: {skipped} steps of the last fifth were skipped"
+    if len(last) < 10:
+        return False, f"not converged: {len(trace)} steps are too few to judge"
+    x = np.arange(len(last)) - (len(last) - 1) / 2
+    slope = (x @ last) / (x @ x)
+    residual = last - last.mean() - slope * x
+    error = np.sqrt(residual @ residual / (len(last) - 2) / (x @ x))
+    if abs(slope) * len(last) > tolerance and abs(slope) > 2 * error:
+        return False, (
+            f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
+            f"over the last fifth, more than {tolerance:.2f}"
+        )
+    return True, (
+        f"converged: the ELBO moves by {slope * len(last):+.3f} nats over the last fifth of the run"
+    )
