@@ -56,8 +56,6 @@ def find_score(q: VariationalPosterior, trace: Trace) -> Score:
     .. math:: \nabla_{z'} = J^{-\top}(\nabla_z - \partial_z \log|J|), \qquad
         \nabla_\vartheta \mathrel{-}= \partial_\vartheta \log|J| + (\partial_\vartheta z')^\top
         \nabla_{z'}
-
-    ``theta`` is the score where q(ϑ) drew, before the last draws were moved further out.
     """
     with torch.no_grad():
         by_theta = q.theta_flow.score(trace.noise.theta, trace.theta_steps)

@@ -103,7 +103,7 @@ def fit_to(flow: MAF, pool: Pool, weight: Float[Tensor, " mc"], generator: torch
         log_q = flow.log_prob(pool.vartheta[i])
         forward = -(weight[i] * log_q).mean()
         reverse = ((log_q - pool.log_m[i]).exp() * (log_q - log_p[i])).mean()
-        optimizer.zero_grad(set_to_none=True)
+        flow.zero_grad(set_to_none=True)
         (forward + REVERSE * reverse).backward()
         torch.nn.utils.clip_grad_norm_(weights, CLIP_NORM)
         optimizer.step()

@@ -20,8 +20,9 @@ def temper(initial: float, share: float) -> float:
 
 
 def refit_steps(rounds: int, num_steps: int) -> list[int]:
-    """Steps before which q(ϑ) is refitted: the end of the run, and every fifth of it before."""
-    return [round(num_steps * max(0.0, 1 - REFIT_EVERY * j)) for j in range(rounds)]
+    """Steps after which q(ϑ) is refitted: the end of the run, and every fifth of it before."""
+    shares = [1 - REFIT_EVERY * j for j in range(rounds)]
+    return [round(num_steps * share) for share in shares if share > 0]
 
 
 def judge(trace: np.ndarray, tolerance: float) -> tuple[bool, str]:

@@ -7,6 +7,8 @@ from torch.testing import assert_close
 
 import lib
 from lib.elbo import elbo
+from lib.gauss_markov import backward_scan
+from lib.local_iaf import solve_band_transposed
 from lib.maf import stretched
 from lib.path_gradient import find_score, with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
@@ -155,16 +157,38 @@ def test_no_weight_gets_a_gradient_from_the_score() -> None:
     assert all(w.grad is None for w in q.parameters())
 
 
-def test_a_score_that_grows_along_time_leaves_the_plain_gradient() -> None:
-    """Kills training that a local IAF with an unstable inverse blows up."""
+@pytest.mark.parametrize("family", ["study", "no base"])
+def test_growth_is_that_of_all_local_flows_and_not_of_the_base(family: str) -> None:
+    """Kills a growth of the last flow alone, and one that the base has a part in."""
+    _, q = posterior("random", FAMILIES[family])
+    noise = q.draw_noise(1, torch.Generator().manual_seed(3))
+    trace, growth = q.trace(noise), torch.ones(())
+    z, seen = noise.path, trace.seen.detach()
+    g = -z.flatten()
+    for flow in q.flows():
+
+        def run(flat: torch.Tensor, flow=flow) -> tuple[torch.Tensor, torch.Tensor]:
+            made = flow.trace(flat.view_as(noise.path), seen)
+            return flow.turn(made.y).flatten(), made.log_diag.sum()
+
+        by_z, slope = torch.autograd.functional.jacobian(run, z.flatten())
+        before, z = g - slope, run(z.flatten())[0].detach()
+        g = torch.linalg.solve(by_z.mT, before)
+        growth = growth * (1 if flow.flow is q.base else g.norm() / before.norm())
+    assert_close(find_score(q, trace).growth, growth)
+
+
+@pytest.mark.parametrize("tap", [20.0, 1e40])
+def test_a_score_that_grows_along_time_leaves_the_plain_gradient(tap: float) -> None:
+    """Kills training that a local IAF with an unstable inverse blows up, above all to infinity."""
     model, q = posterior("scalar", lib.Family(receptive_field=2, num_flows=1))
     grid = scalar()[1].grid()
     noise = q.draw_noise(4, torch.Generator().manual_seed(0))
     path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
     assert path.ne(plain).any()
     with torch.no_grad():
-        q.layers[0].taps.weights[-1].bias += 20.0
-    assert find_score(q, q.trace(noise)).growth > 100
+        q.layers[0].taps.weights[-1].bias += tap
+    assert not find_score(q, q.trace(noise)).growth < 100
     path, plain = (gradients(model, q, grid, noise, kind)[1] for kind in (True, False))
     assert_close(path, plain, rtol=0, atol=0)
 
@@ -196,3 +220,13 @@ def test_wide_draws_get_the_score_of_their_own_theta() -> None:
     wide, plain = (find_score(q, q.trace(noise, count)) for count in (2, 0))
     for one, other in zip(wide, plain, strict=True):
         assert_close(one, other)
+
+
+def test_solves_leave_their_arguments_alone() -> None:
+    """Kills a missing copy: with one draw of one state, turning the axes makes none."""
+    g, band = torch.randn(1, 40, 1), 0.1 * torch.randn(1, 40, 1, 3)
+    band[..., -1] = 1.0
+    kept = g.clone()
+    solve_band_transposed(band, g)
+    backward_scan(0.5 * torch.ones(1, 40, 1, 1), g)
+    assert g.equal(kept)

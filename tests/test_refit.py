@@ -142,14 +142,19 @@ def test_a_draw_without_a_density_has_no_weight(monkeypatch, value: float) -> No
     assert (q.theta_flow(noise)[0][:, 0] <= math.log(2.5) + 1e-9).all()
 
 
-@pytest.mark.parametrize("broken", [math.nan, -math.inf, math.inf])
-def test_weights_that_say_nothing_change_nothing(monkeypatch, broken: float) -> None:
-    """Kills a comparison that lets an undefined number of effective draws pass."""
+@pytest.mark.parametrize(("broken", "count"), [(math.nan, 500), (-math.inf, 500), (math.inf, 1)])
+def test_weights_that_say_nothing_change_nothing(monkeypatch, broken: float, count: int) -> None:
+    """Kills an undefined number of effective draws that passes, and an infinite one dropped."""
     model, q, grid = narrowed()
     log_joint, before = model.log_joint, kept(q)
-    monkeypatch.setattr(
-        model, "log_joint", lambda *a: log_joint(*a)._replace(log_prior=torch.tensor(broken))
-    )
+
+    def spoilt(*args):
+        terms = log_joint(*args)
+        terms.log_prior[:count] = broken
+        return terms
+
+    monkeypatch.setattr(refit, "SMALLEST_ESS", 1)
+    monkeypatch.setattr(model, "log_joint", spoilt)
     assert refit.refit_theta(model, q, grid, torch.Generator().manual_seed(0)) is None
     assert not changed(q, before)
 

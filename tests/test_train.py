@@ -291,7 +291,7 @@ def test_the_process_is_put_back(monkeypatch, interrupted):
 def test_refits_are_every_fifth_from_the_end_backwards():
     assert refit_steps(3, 1000) == [1000, 800, 600]
     assert refit_steps(0, 1000) == [] and refit_steps(2, 3) == [3, 2]
-    assert refit_steps(8, 1000) == [1000, 800, 600, 400, 200, 0, 0, 0]
+    assert refit_steps(8, 1000) == [1000, 800, 600, 400, 200]
     assert lib.FitConfig.paper().refits == 0
 
 
