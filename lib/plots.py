@@ -179,11 +179,12 @@ def elbo_trace(
         log_evidence: log p(y), which no ELBO exceeds.
         window: Steps averaged by the line; the values of single steps lie behind it.
     """
-    figure, (axis,) = row(1, height=2.4)
+    (figure, (axis,)), smallest = row(1, height=2.4), np.inf
     for k, (name, elbo) in enumerate(runs.items()):
         values = elbo if log_evidence is None else log_evidence - elbo
         style, span = {"color": PALETTE[k % len(PALETTE)]}, min(window, len(values))
         smooth = np.convolve(values, np.ones(span) / span, "valid")
+        smallest = min(smallest, smooth.min(where=smooth > 0, initial=np.inf))
         axis.plot(np.arange(1, len(values) + 1), values, lw=0.3, alpha=0.3, **style)
         axis.plot(
             np.arange(span, len(values) + 1), smooth, lw=1.3, label=name, ls=LINES[k % 4], **style
@@ -192,7 +193,10 @@ def elbo_trace(
         usable = np.concatenate([elbo[np.isfinite(elbo)] for elbo in runs.values()])
         axis.set_ylim(np.quantile(usable, 0.1) - 5, usable.max() + 2)
     else:
-        axis.set_yscale("log")
+        # A single step's estimate may exceed log p(y): it has no place on this axis.
+        axis.set_yscale("log", nonpositive="mask")
+        if np.isfinite(smallest):
+            axis.set_ylim(bottom=smallest / 3)
     ylabel = "ELBO (nats)" if log_evidence is None else "log p(y) − ELBO (nats)"
     axis.set(xlabel="step", ylabel=ylabel)
     sns.despine(figure)

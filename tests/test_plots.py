@@ -107,6 +107,9 @@ def test_elbo_trace_shows_the_gap_where_the_evidence_is_known():
     (axis,) = plots.elbo_trace({"a run": elbo}, log_evidence=-0.5).axes
     assert axis.get_ylabel() == "log p(y) − ELBO (nats)" and axis.get_yscale() == "log"
     assert axis.lines[0].get_ydata()[-1] == pytest.approx(0.5)
+    elbo[60:80:2] = -0.4, -0.4999, *[-0.1] * 8
+    (axis,) = plots.elbo_trace({"a run": elbo}, log_evidence=-0.5).axes
+    assert axis.get_ylim()[0] > 0.1, "single steps near or beyond log p(y) do not set the axis"
 
 
 def test_long_legends_stay_inside_the_figure():
