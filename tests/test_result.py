@@ -154,7 +154,7 @@ def good() -> lib.FitResult:
         x0=[20.0],
     )
     data = lib.Observations([0.2, 0.4], [[19.0], [18.7]], 0.1)
-    config = lib.FitConfig(num_steps=150, num_samples=20)
+    config = lib.FitConfig(num_steps=600, num_samples=20)
     made = lib.fit(model, data, config, device="cpu", progress=False)
     torch.set_default_dtype(before)
     return replace(made, converged=True)
