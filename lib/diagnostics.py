@@ -168,6 +168,11 @@ def log_mean(log_weight: Float[Tensor, " mc"]) -> float:
     return float(torch.logsumexp(log_weight, 0)) - math.log(len(log_weight))
 
 
+def nan_is_no_mass(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
+    """Log weights with −∞ for nan: far out the drift may overflow, and p gives no mass there."""
+    return log_weight.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+
+
 def _ess(log_weight: Float[Tensor, " mc"]) -> float:
     """Kish's effective sample size (Σw)² / Σw²; 0 without any weight."""
     if not len(log_weight) or log_weight.max() == -math.inf:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -9,6 +10,9 @@ from lib.data import Grid
 from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.ssm import StateSpaceModel
+
+# Draws of q made at a time, where there are many.
+CHUNK = 500
 
 # Graph-safe: fixed shapes, no sync with the device, no Python value that changes from step to step.
 
@@ -62,3 +66,19 @@ def elbo(
         conditional.sum() / inner,
         *(term[:inner] for term in (*joint, sample.log_q_theta, sample.log_q_x)),
     )
+
+
+@torch.no_grad()
+def log_ratio(
+    model: StateSpaceModel,
+    q: VariationalPosterior,
+    grid: Grid,
+    vartheta: Float[Tensor, "mc theta"],
+    generator: torch.Generator,
+) -> Float[Tensor, " mc"]:
+    """log p(ϑ, x, y) − log q(x | ϑ) at any ϑ, with one path drawn for each, in chunks."""
+    parts = []
+    for part in vartheta.split(CHUNK):
+        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part)
+        parts.append(model.log_joint(part, x, grid).total - log_q_x)
+    return torch.cat(parts)

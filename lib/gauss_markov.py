@@ -11,6 +11,7 @@ from lib.network import (
     Conditioner,
     Pushed,
     ThetaTaps,
+    TimeFlow,
     lower_product,
     pull_theta,
     soft_bound,
@@ -77,7 +78,7 @@ class GaussMarkovTrace(NamedTuple):
     log_diag: Float[Tensor, "mc time state"]
 
 
-class GaussMarkov(nn.Module):
+class GaussMarkov(TimeFlow):
     r"""Backward recursion :math:`u_i = A_i u_{i+1} + b_i + L_i z_i`, :math:`u_N = b_N + L_N z_N`.
 
     A, b and L come from a network of (features, ϑ); A's row sums stay below 1 in absolute value,
@@ -112,23 +113,13 @@ class GaussMarkov(nn.Module):
         self.network = Conditioner(0, num_features, num_theta, hidden, initial, taps)
         self.taps = ThetaTaps(num_features, num_theta, p) if taps else None
 
-    def forward(
-        self,
-        z: Float[Tensor, "mc time state"],
-        features: Float[Tensor, "time features"],
-        theta: Float[Tensor, "mc theta"],
-    ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
-        """Return (u, log diagonal of du/dz)."""
-        trace = self.trace(z, features, theta)
-        return trace.y, trace.log_diag
-
     def trace(
         self,
         z: Float[Tensor, "mc time state"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
     ) -> GaussMarkovTrace:
-        """``forward`` with what it made on the way."""
+        """Run the flow and keep what it made on the way."""
         p = self.num_states
         a, b, s, entries = self.network(None, features, theta).split(
             [p * p, p, p, p * (p - 1) // 2], -1

@@ -13,6 +13,8 @@ from lib.network import (
     NetworkTrace,
     Pushed,
     ThetaTaps,
+    TimeFlow,
+    apply_taps,
     lower_product,
     pull_theta,
     soft_bound,
@@ -100,7 +102,7 @@ class LocalIAFTrace(NamedTuple):
     log_diag: Float[Tensor, "mc time state"]
 
 
-class LocalIAF(nn.Module):
+class LocalIAF(TimeFlow):
     r"""One local IAF: z'_i depends on z_i and on the window z_{i-k:i-1}, never on the future.
 
     Gate ``"sigmoid"`` (as printed): :math:`z'_i = \sigma_i z_i + \mu_i(1-\sigma_i)`.
@@ -146,23 +148,13 @@ class LocalIAF(nn.Module):
         self.network = Conditioner(num_window, num_features, num_theta, hidden, initial, taps)
         self.taps = ThetaTaps(num_window, num_theta, num_states) if taps else None
 
-    def forward(
-        self,
-        z: Float[Tensor, "mc time state"],
-        features: Float[Tensor, "time features"],
-        theta: Float[Tensor, "mc theta"],
-    ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
-        """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
-        trace = self.trace(z, features, theta)
-        return trace.y, trace.log_diag
-
     def trace(
         self,
         z: Float[Tensor, "mc time state"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
     ) -> LocalIAFTrace:
-        """``forward`` with what it made on the way."""
+        """Run the flow and keep what it made on the way."""
         p = self.num_states
         window = past_windows(z, self.window)
         network = self.network.trace(window, features, theta)
@@ -170,7 +162,7 @@ class LocalIAF(nn.Module):
         mu, s = out[..., :p], out[..., p : 2 * p]
         taps = None if self.taps is None else self.taps.matrix(theta)
         if taps is not None:
-            mu = mu + window @ taps
+            mu = mu + apply_taps(window, taps)
         if self.gate == "sigmoid":
             sigma = torch.sigmoid(s)
             y, log_diag = sigma * z + mu * (1 - sigma), nn.functional.logsigmoid(s)
@@ -192,14 +184,14 @@ class LocalIAF(nn.Module):
         with torch.no_grad():
             by_out, by_z = self._slopes(trace, free)
             by_first, band = self.network.pull_back(by_out, trace.network.hidden)
-            g = g - add_windows(band[p], self.window)
+            g = (g - add_windows(band[p], self.window)) * free
             band = band[:p]
             if trace.taps is not None:
                 band += trace.taps.permute(2, 0, 1)[:, :, None]
             # What is not free is 0 and stays so: its rows and columns are those of the identity.
             band *= past_windows(free, self.window)
             band = torch.cat([band.movedim(0, 2), by_z], -1)
-            w = solve_band_transposed(band, g * free)
+            w = solve_band_transposed(band, g)
             parts = self._theta_parts(trace, w, by_out, by_first)
         return Pushed(g, w, pull_theta(trace.theta, *parts))
 

@@ -52,6 +52,25 @@ class Pushed(NamedTuple):
     by_theta: Float[Tensor, "mc theta"]
 
 
+class TimeFlow(nn.Module):
+    """A flow over time z' = f(z, ϑ).
+
+    A subclass has ``trace(z, features, theta)``, whose result holds z' as ``y``, the log diagonal
+    of its Jacobian as ``log_diag`` and what was made on the way, and ``push_score(trace, g, free)``
+    that returns a ``Pushed``.
+    """
+
+    def forward(
+        self,
+        z: Float[Tensor, "mc time state"],
+        features: Float[Tensor, "time features"],
+        theta: Float[Tensor, "mc theta"],
+    ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
+        """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
+        trace = self.trace(z, features, theta)
+        return trace.y, trace.log_diag
+
+
 class NetworkTrace(NamedTuple):
     """Outputs of a ``Conditioner`` and what it made on the way, ϑ's part of each sum by itself."""
 

@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.diagnostics import log_mean
+from lib.diagnostics import log_mean, nan_is_no_mass
+from lib.elbo import log_ratio
 from lib.maf import MAF, log_stretched, stretched
 from lib.posterior import VariationalPosterior
 from lib.ssm import StateSpaceModel
 
 NUM_DRAWS = 20_000
-CHUNK = 500
 # With fewer effective draws than this, they say less of the posterior than q(ϑ) does.
 SMALLEST_ESS = 1000
 NUM_STEPS = 300
@@ -75,12 +75,8 @@ def draw_pool(
     """n weighted draws."""
     noise = stretched(q.draw_theta_noise(n, generator), n // 2)
     vartheta, log_q_theta = q.theta_flow(noise)
-    log_m, values = log_q_theta + log_stretched(noise), []
-    for part in vartheta.split(CHUNK):
-        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part)
-        values.append(model.log_joint(part, x, grid).total - log_q_x)
-    # Far out the drift may overflow to nan: a draw to which p gives no mass.
-    log_weight = (torch.cat(values) - log_m).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    log_m = log_q_theta + log_stretched(noise)
+    log_weight = nan_is_no_mass(log_ratio(model, q, grid, vartheta, generator) - log_m)
     return Pool(vartheta, log_m, log_weight)
 
 
@@ -118,6 +114,7 @@ def tails(flow: MAF, pool: Pool, generator: torch.Generator) -> Float[Tensor, "t
     small because a weight is also small where q(x | ϑ) is still bad, which is where to train it.
     """
     far = slice(len(pool.vartheta) // 2, None)
-    weight = torch.softmax(TAIL_POWER * pool.log_weight[far], 0)
+    # The floor makes the weights equal where all of them are zero.
+    weight = torch.softmax(TAIL_POWER * pool.log_weight[far].clamp(min=LOWEST), 0)
     chosen = torch.multinomial(weight, NUM_TAILS, replacement=True, generator=generator)
     return flow.inverse(pool.vartheta[far][chosen])[0]

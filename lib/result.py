@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lib.data import Grid, Observations
 from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
+from lib.elbo import CHUNK, log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.sde import EulerMaruyama
@@ -21,7 +22,6 @@ from lib.ssm import StateSpaceModel
 from lib.start import Start
 from lib.widened import second_look
 
-CHUNK = 500
 # Of q(ϑ) alone, without paths: they cost next to nothing.
 THETA_DRAWS = 10_000
 
@@ -97,26 +97,18 @@ class FitResult:
     @torch.no_grad()
     def _second_look(self, draws: Draws, num_wide: int, seed: int) -> SecondLook:
         """Weights of the draws and of num_wide others, whose ϑ go beyond q(ϑ)."""
-        generator, flow = torch.Generator().manual_seed(seed + 1), self._exact_q.theta_flow
+        q, grid = self._exact_q, self.observations.grid()
+        generator, flow = torch.Generator().manual_seed(seed + 1), q.theta_flow
         shape = (THETA_DRAWS + num_wide, self.model.num_theta)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return second_look(
             log_q=flow.log_prob,
-            log_p=lambda vartheta: self._log_p(vartheta, generator),
+            log_p=lambda vartheta: log_ratio(self.model, q, grid, vartheta, generator),
             reference=flow(noise[:THETA_DRAWS])[0],
             own=draws.vartheta,
             log_p_own=draws.log_weight + flow.log_prob(draws.vartheta),
             noise=noise[THETA_DRAWS:],
         )
-
-    def _log_p(self, vartheta: Tensor, generator: torch.Generator) -> Tensor:
-        """log p(ϑ, x, y) − log q(x | ϑ) with one path drawn for each ϑ, in chunks."""
-        parts, grid = [], self.observations.grid()
-        for part in vartheta.split(CHUNK):
-            noise = self._exact_q.draw_noise(len(part), generator).path
-            x, log_q_x = self._exact_q.path(noise, part)
-            parts.append(self.model.log_joint(part, x, grid).total - log_q_x)
-        return torch.cat(parts)
 
     def marginals(self, n: int = 10_000, seed: int = 0) -> Marginals:
         """Quantiles of each ϑ, from n draws as they are and importance-weighted (PSIS)."""

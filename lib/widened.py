@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import SecondLook
+from lib.diagnostics import SecondLook, nan_is_no_mass
 
 # Chosen by measurement among normals of other factors and Student t of 1 to 3 degrees: finds a mode
 # of share 0.3 that lies 10 standard deviations away most often, in 1, 2 and 3 dimensions.
@@ -99,8 +99,7 @@ def _look(value: Tensor, log_density: Tensor, counts: list[int], level: Tensor) 
     """Weights against the mixture of densities, q(ϑ) first, in proportion to their counts."""
     share = value.new_tensor(counts) / sum(counts)
     log_weight = value - torch.logsumexp(log_density + share.log()[:, None], 0)
-    # Far out the drift may overflow to nan: a draw to which p gives no mass.
-    log_weight = log_weight.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    log_weight = nan_is_no_mass(log_weight)
     return SecondLook(log_weight, torch.arange(len(value)) >= counts[0], log_density[0] < level)
 
 

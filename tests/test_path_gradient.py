@@ -158,22 +158,25 @@ def test_no_weight_gets_a_gradient_from_the_score() -> None:
 
 
 @pytest.mark.parametrize("family", ["study", "no base"])
-def test_growth_is_that_of_all_local_flows_and_not_of_the_base(family: str) -> None:
-    """Kills a growth of the last flow alone, and one that the base has a part in."""
-    _, q = posterior("random", FAMILIES[family])
+@pytest.mark.parametrize("name", ["random", "mixed"])
+def test_growth_is_that_of_all_local_flows_and_not_of_the_base(name: str, family: str) -> None:
+    """Kills a growth of the last flow alone, one that the base has a part in, and fixed states."""
+    _, q = posterior(name, FAMILIES[family])
     noise = q.draw_noise(1, torch.Generator().manual_seed(3))
     trace, growth = q.trace(noise), torch.ones(())
-    z, seen = noise.path, trace.seen.detach()
+    z, seen, free = noise.path * q.free, trace.seen.detach(), q.free.flatten() > 0
     g = -z.flatten()
     for flow in q.flows():
 
         def run(flat: torch.Tensor, flow=flow) -> tuple[torch.Tensor, torch.Tensor]:
             made = flow.trace(flat.view_as(noise.path), seen)
-            return flow.turn(made.y).flatten(), made.log_diag.sum()
+            log_diag = flow.turn(made.log_diag) * q.free
+            return (flow.turn(made.y) * q.free).flatten(), log_diag.sum()
 
         by_z, slope = torch.autograd.functional.jacobian(run, z.flatten())
-        before, z = g - slope, run(z.flatten())[0].detach()
-        g = torch.linalg.solve(by_z.mT, before)
+        before, z = (g - slope)[free], run(z.flatten())[0].detach()
+        g = torch.zeros_like(g)
+        g[free] = torch.linalg.solve(by_z[free][:, free].mT, before)
         growth = growth * (1 if flow.flow is q.base else g.norm() / before.norm())
     assert_close(find_score(q, trace).growth, growth)
 

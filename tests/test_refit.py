@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from functools import cache
 
 import pytest
@@ -83,7 +84,7 @@ def log_mixture(flow: MAF, noise: Tensor, vartheta: Tensor) -> Tensor:
 def test_weights_are_those_of_the_mixture_that_drew(monkeypatch) -> None:
     """Kills a weight by q alone, ϑ from q alone, a lost term, and chunks out of order."""
     model, q, grid = untrained()
-    monkeypatch.setattr(refit, "CHUNK", 3)
+    monkeypatch.setattr(sys.modules["lib.elbo"], "CHUNK", 3)  # `lib.elbo` is the function
     pool = refit.draw_pool(model, q, grid, 11, torch.Generator().manual_seed(5))
     replay = torch.Generator().manual_seed(5)
     noise = q.draw_theta_noise(11, replay)
@@ -261,6 +262,15 @@ def test_tails_are_wide_draws_by_a_power_of_their_weight(monkeypatch) -> None:
     share, seen = share / share.sum(), torch.bincount(which, minlength=12) / 20_000
     assert (seen[:7] == 0).all()
     assert ((seen[6:] - share).abs() <= 5 * (share * (1 - share) / 20_000).sqrt()).all()
+
+
+def test_tails_without_any_weight_are_all_as_good() -> None:
+    """Kills a run that ends in an error because no draw of the tails has a density."""
+    flow, pool = plane_flow(), skewed_pool(12, True)
+    pool.log_weight[6:] = -math.inf
+    noise = refit.tails(flow, pool, torch.Generator().manual_seed(0))
+    which = torch.cdist(flow(noise)[0], pool.vartheta).argmin(1)
+    assert set(which.tolist()) == set(range(6, 12))
 
 
 def test_a_narrow_q_gets_its_spread_back_and_the_path_stays(monkeypatch) -> None:

@@ -51,7 +51,7 @@ PICTURE = {
     "path_gradient": {"network", "posterior"},
     "elbo": {"data", "path_gradient", "posterior", "ssm"},
     "widened": {"diagnostics"},
-    "refit": {"data", "diagnostics", "maf", "posterior", "ssm"},
+    "refit": {"data", "diagnostics", "elbo", "maf", "posterior", "ssm"},
     "result": {
         "data",
         "diagnostics",
