@@ -16,7 +16,7 @@ SEEDS = (0, 1, 2)
 PAPER = {"num_steps": 4000, "num_samples": 50}
 BEST = "paper, best of grid"
 DIGITS = {"kl_median": 3, "kl_min": 3, "kl_max": 3, "ess_median": 3, "k_hat_median": 2}
-DIGITS |= {"seconds_median": 0, "sd_ratio_min": 2}
+DIGITS |= {"cpu_seconds_median": 0, "sd_ratio_min": 2}
 
 
 class Variant(NamedTuple):
@@ -118,7 +118,9 @@ def row(variant: Variant, model: str, fits: Sequence[pool.Result]) -> dict[str, 
         "kl_max": max(kl),
         "ess_median": statistics.median(fit.get("ess", 0.0) for fit in fits),
         "k_hat_median": statistics.median(fit.get("k_hat", float("inf")) for fit in fits),
-        "seconds_median": statistics.median(fit.get("seconds", float("nan")) for fit in fits),
+        "cpu_seconds_median": statistics.median(
+            fit.get("cpu_seconds", float("nan")) for fit in fits
+        ),
         "flagged": f"{sum(fit.get('flagged', True) for fit in fits)} of {len(fits)}",
         "converged": f"{sum(fit.get('converged', False) for fit in fits)} of {len(fits)}",
         "sd_ratio_min": ratio,

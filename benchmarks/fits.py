@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import asdict
 from functools import cache
 from typing import NamedTuple
@@ -103,7 +104,9 @@ def _sir() -> Problem:
 def measure_fit(spec: Spec) -> Result:
     """One fit of the ablation; the spec names ``model``, ``seed`` and ``config``."""
     given = problem(spec["model"])
-    return assess(given, _fit(given, spec["config"], spec["seed"]))
+    start = time.process_time()  # not the clock's: a busy machine does not lengthen it
+    fit = _fit(given, spec["config"], spec["seed"])
+    return assess(given, fit) | {"cpu_seconds": time.process_time() - start}
 
 
 def measure_set(spec: Spec) -> Result:

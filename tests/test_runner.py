@@ -495,14 +495,20 @@ def test_ablation_changes_one_option_at_a_time(benchmarks):
 def test_ablation_counts_a_failed_fit_as_far_and_names_the_papers_best(benchmarks):
     import ablation
 
-    good = {"kl": 0.2, "ess": 0.5, "k_hat": 0.4, "seconds": 9.0, "flagged": False}
+    good = {"kl": 0.2, "ess": 0.5, "k_hat": 0.4, "cpu_seconds": 9.0, "flagged": False}
     good |= {"converged": True, "reason": "converged", "sd_ratio": {"a": 0.9, "b": 0.7}}
-    failed = {"error": "LinAlgError: not finite", "seconds": 1.0, "converged": False, "wall": 2.0}
+    failed = {
+        "error": "LinAlgError: not finite",
+        "cpu_seconds": 1.0,
+        "converged": False,
+        "wall": 2.0,
+    }
     stopped = good | {"kl": 3.0, "reason": "stopped at step 100: x", "converged": False}
     row = ablation.row(ablation.VARIANTS[0], "ou", [good, failed, stopped])
     assert (row["kl_median"], row["kl_min"], row["kl_max"]) == (3.0, 0.2, float("inf"))
     assert row["note"] == "seed 1: LinAlgError: not finite; seed 2: stopped at step 100: x"
     assert (row["flagged"], row["converged"]) == ("1 of 3", "1 of 3")
+    assert row["cpu_seconds_median"] == 9.0
     assert (row["sd_ratio_min"], row["sd_ratio_param"]) == (0.7, "b")
     none = ablation.row(ablation.VARIANTS[0], "ou", [{"error": "e"}] * 3)
     assert none["kl_median"] == float("inf") and none["flagged"] == "3 of 3"
