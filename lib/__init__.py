@@ -5,6 +5,7 @@ from lib.config import FitConfig
 from lib.data import Observations, data_path, read_csv
 from lib.diagnostics import Diagnostics, Marginals
 from lib.family import Family
+from lib.independence import IndependenceMHResult, independence_mh
 from lib.kalman import (
     FilterResult,
     LinearGaussian,
@@ -35,6 +36,7 @@ __all__ = [
     "FitResult",
     "Forecast",
     "GaussianObservation",
+    "IndependenceMHResult",
     "LinearGaussian",
     "MHResult",
     "Marginals",
@@ -47,6 +49,7 @@ __all__ = [
     "data_path",
     "fit",
     "forward_filter",
+    "independence_mh",
     "load_fit",
     "ou_posterior",
     "ou_transition",

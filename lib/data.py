@@ -1,6 +1,7 @@
 """Observations y on the grid t_i = t_0 + i·dt: the only reader of users' files (eq. 7)."""
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,8 +102,10 @@ def read_csv(
     _check_step(dt, t0)
     if isinstance(observed, str):
         raise TypeError(f"observed must be a list of names; got '{observed}', one string.")
-    if not observed or len(set(observed)) < len(observed):
-        raise ValueError(f"observed must name each column once; got {list(observed)}.")
+    if not observed or len({time, *observed}) <= len(observed):
+        raise ValueError(
+            f"observed must name each column once, and not '{time}'; got {list(observed)}."
+        )
     times, y, rows = [], [], []
     for place, time_text, *texts in _named_cells(Path(path), [time, *observed]):
         times.append(_number(time_text, time, place, blank=None))
@@ -140,18 +143,29 @@ def _named_cells(path: Path, names: list[str]) -> Iterator[list[str]]:
 
 def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, stripped cells) of every line that is not empty."""
-    # utf-8-sig drops the byte-order mark that spreadsheets put before the first name.
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
-        try:
-            for cells in reader:
-                if cells and (len(cells) > 1 or cells[0].strip()):
-                    yield reader.line_num, [cell.strip() for cell in cells]
-        except (UnicodeDecodeError, csv.Error) as err:
-            raise ValueError(
-                f"{path} must be comma-separated UTF-8 text; got {err} after line "
-                f"{reader.line_num}. Save it as CSV (UTF-8)."
-            ) from err
+    reader = csv.reader(io.StringIO(_text(path), newline=""))
+    try:
+        for cells in reader:
+            if cells and (len(cells) > 1 or cells[0].strip()):
+                yield reader.line_num, [cell.strip() for cell in cells]
+    except csv.Error as err:
+        raise ValueError(
+            f"{path} must be comma-separated text; got {err} in line {reader.line_num}. Is a "
+            "quotation mark not closed?"
+        ) from err
+
+
+def _text(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        # utf-8-sig drops the byte-order mark that spreadsheets put before the first name.
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as err:
+        line = raw.count(b"\n", 0, err.start) + 1
+        raise ValueError(
+            f"{path} must be comma-separated UTF-8 text; got byte {raw[err.start]:#04x} in line "
+            f"{line}. Save it as CSV (UTF-8)."
+        ) from err
 
 
 def _column(name: str, header: list[str], path: Path) -> int:
@@ -168,16 +182,21 @@ def _number(text: str, column: str, place: str, blank: float | None = math.nan) 
     """The number in a cell; ``blank`` stands for an empty one, None refuses it."""
     if not text:
         if blank is None:
-            raise ValueError(f"column '{column}' must give a time in every row; got '' in {place}.")
+            raise ValueError(
+                f"column '{column}' must give a time in every row; got '' in {place}. Delete a row "
+                "that is blank altogether."
+            )
         return blank
     try:
         value = float("nan" if "_" in text else text)
     except ValueError:
         value = math.nan
     if math.isnan(value):
+        hint = "Leave the cell blank for a missing value."
+        if blank is None:
+            hint = "Count time from a moment of your choice, in the unit of dt."
         raise ValueError(
-            f"column '{column}' must hold numbers, with a decimal point; got '{text}' in {place}. "
-            "Leave the cell blank for a missing value."
+            f"column '{column}' must hold plain numbers, as 1234.5; got '{text}' in {place}. {hint}"
         )
     if math.isinf(value):
         raise ValueError(f"column '{column}' must be finite; got '{text}' in {place}.")
@@ -196,6 +215,8 @@ def _as_array(values: object, name: str) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     try:
+        if isinstance(values, np.ma.MaskedArray):
+            values = values.astype(np.float64).filled(np.nan)
         array = np.asarray(values)
         if array.dtype.kind in "mM":
             raise TypeError("dates; count them from a day of your choice")
@@ -243,8 +264,12 @@ def _grid_index(times: np.ndarray, dt: float | int, t0: float | int, rows: list[
             near = f"The nearest grid times are {below:.12g} and {below + dt:.12g}."
             raise ValueError(f"{rule}; got {row}. {near}")
         if index and i <= index[-1]:
-            fault = "repeats the time of" if i == index[-1] else "comes before"
-            raise ValueError(f"times must increase; got {row}, which {fault} the row above it.")
+            fault, hint = "comes before", "Sort the rows."
+            if i == index[-1]:
+                fault, hint = "repeats the time of", "Put readings of one time into columns."
+            raise ValueError(
+                f"times must increase; got {row}, which {fault} the row above it. {hint}"
+            )
         index.append(i)
     if index[-1] == 0:
         raise ValueError(f"the last time must be after t0 = {t0:.12g}; got {rows[-1]} only.")

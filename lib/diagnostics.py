@@ -82,7 +82,7 @@ def diagnose(
     """
     log_evidence, se = log_mean(log_weight), float(log_weight.std()) / math.sqrt(len(log_weight))
     mean, ess, k = float(log_weight.mean()), ess_fraction(log_weight), k_hat(log_weight)
-    faults = ([] if converged else [reason]) + _weight_faults(mean, k, ess)
+    faults = ([] if converged else [reason]) + weight_faults(mean, k, ess)
     wide, notes = (), []
     if second is not None:
         wide, notes = (log_mean(second.log_weight), *unseen(second)), second_notes(second)
@@ -96,7 +96,8 @@ def diagnose(
     return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict, *wide)
 
 
-def _weight_faults(mean: float, k: float, ess: float) -> list[str]:
+def weight_faults(mean: float, k: float, ess: float) -> list[str]:
+    """A weight that is not finite, k-hat above 0.7, a small effective share: each in words."""
     faults = []
     if not math.isfinite(mean):
         faults.append("some draws have a weight that is not finite")
@@ -187,10 +188,15 @@ def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
 
 
 def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
-    """Pareto shape of the largest weights (Vehtari et al. 2024); infinite if one is not finite."""
+    """Pareto shape of the largest weights (Vehtari et al. 2024); infinite if one is not finite.
+
+    It is 0 for equal weights, those of a perfect q: they have no tail.
+    """
     values = log_weight.double().cpu().numpy()
     if not np.isfinite(values).all():
         return math.inf
+    if np.ptp(values) == 0:
+        return 0.0
     # The Pareto fit tries shapes at which exp overflows; their likelihood is then 0, as it should.
     with np.errstate(over="ignore"):
         return float(arviz.psislw(values)[1])

@@ -11,8 +11,9 @@ from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.ssm import StateSpaceModel
 
-# Draws of q made at a time, where there are many.
+# Draws of q made at a time, where there are many, and path values: a long path takes memory.
 CHUNK = 500
+CHUNK_VALUES = 150_000
 
 # Graph-safe: fixed shapes, no sync with the device, no Python value that changes from step to step.
 
@@ -68,6 +69,11 @@ def elbo(
     )
 
 
+def chunk_size(q: VariationalPosterior) -> int:
+    """Draws made at a time: at most CHUNK, with at most CHUNK_VALUES values of their paths."""
+    return max(1, min(CHUNK, CHUNK_VALUES // q.loc0.numel()))
+
+
 @torch.no_grad()
 def log_ratio(
     model: StateSpaceModel,
@@ -78,7 +84,7 @@ def log_ratio(
 ) -> Float[Tensor, " mc"]:
     """log p(ϑ, x, y) − log q(x | ϑ) at any ϑ, with one path drawn for each, in chunks."""
     parts = []
-    for part in vartheta.split(CHUNK):
+    for part in vartheta.split(chunk_size(q)):
         x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part)
         parts.append(model.log_joint(part, x, grid).total - log_q_x)
     return torch.cat(parts)

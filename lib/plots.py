@@ -1,30 +1,33 @@
-"""Figures of any fit; those of the heavier studies come from ``plots_studies``."""
+"""Figures of arrays; those of a fit come from ``plots_fit`` and ``plots_theta``."""
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from lib.plots_fit import paths, predictive, trace
 from lib.plots_parts import (
     BAND_LEVELS,
-    COLUMN,
     FAN_LEVELS,
     INK,
     LINES,
     PALETTE,
     TRUTH,
     band,
+    density,
+    elbo_trace,
     fan,
     legend_above,
     quantiles,
     row,
     set_style,
+    stack,
 )
 from lib.plots_studies import KINDS, robustness
+from lib.plots_theta import pairs, parameters
 
 # What notebooks and benchmarks find here.
 __all__ = [
@@ -38,10 +41,15 @@ __all__ = [
     "forecast",
     "marginals",
     "observed",
+    "pairs",
+    "parameters",
+    "paths",
+    "predictive",
     "quantiles",
     "robustness",
     "set_style",
     "smoothing",
+    "trace",
 ]
 
 
@@ -97,9 +105,7 @@ def forecast(
         label: Axis label of the data, with unit.
         time_label: Axis label of time, with unit.
     """
-    size = (COLUMN * 1.25, 0.5 + 1.75 * len(panels))
-    figure, grid = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False)
-    axes = list(grid[:, 0])
+    figure, axes = stack(len(panels), height=1.75)
     for axis, (title, (fitted, future)) in zip(axes, panels.items(), strict=True):
         fan(axis, *fitted, PALETTE[0], "new data")
         fan(axis, *future, PALETTE[1], "forecast")
@@ -156,9 +162,8 @@ def marginals(
         for k, (name, curve) in enumerate((curves or {}).items()):
             axis.plot(*curve[j], color=INK, lw=1.6 - 0.6 * k, ls=LINES[k], label=name)
         for k, (name, values) in enumerate(draws.items()):
-            style = {"color": PALETTE[k], "ls": LINES[k % len(LINES)], "lw": 1.4, "label": name}
             w = None if weights is None else weights.get(name)
-            sns.kdeplot(x=values[:, j].numpy(), weights=w, ax=axis, cut=0, **style)
+            density(axis, values[:, j], PALETTE[k], LINES[k % len(LINES)], name, w)
         if truth is not None:
             axis.axvline(truth[j], color=TRUTH, lw=1, ls=":", label="true value")
         ends = [np.quantile(values[:, j].numpy(), (0.01, 0.99)) for values in draws.values()]
@@ -167,40 +172,6 @@ def marginals(
         axis.set(xlabel=label, ylabel="density" if j == 0 else "", yticks=[])
     sns.despine(figure)
     return legend_above(figure, axes)
-
-
-def elbo_trace(
-    runs: Mapping[str, np.ndarray], log_evidence: float | None = None, window: int = 50
-) -> Figure:
-    """ELBO against step; where log p(y) is known, its distance from the ELBO on a log axis.
-
-    Args:
-        runs: Name → ELBO of each step; NaN where a step was skipped.
-        log_evidence: log p(y), which no ELBO exceeds.
-        window: Steps averaged by the line; the values of single steps lie behind it.
-    """
-    (figure, (axis,)), smallest = row(1, height=2.4), np.inf
-    for k, (name, elbo) in enumerate(runs.items()):
-        values = elbo if log_evidence is None else log_evidence - elbo
-        style, span = {"color": PALETTE[k % len(PALETTE)]}, min(window, len(values))
-        smooth = np.convolve(values, np.ones(span) / span, "valid")
-        smallest = min(smallest, smooth.min(where=smooth > 0, initial=np.inf))
-        axis.plot(np.arange(1, len(values) + 1), values, lw=0.3, alpha=0.3, **style)
-        axis.plot(
-            np.arange(span, len(values) + 1), smooth, lw=1.3, label=name, ls=LINES[k % 4], **style
-        )
-    if log_evidence is None:
-        usable = np.concatenate([elbo[np.isfinite(elbo)] for elbo in runs.values()])
-        axis.set_ylim(np.quantile(usable, 0.1) - 5, usable.max() + 2)
-    else:
-        # A single step's estimate may exceed log p(y): it has no place on this axis.
-        axis.set_yscale("log", nonpositive="mask")
-        if np.isfinite(smallest):
-            axis.set_ylim(bottom=smallest / 3)
-    ylabel = "ELBO (nats)" if log_evidence is None else "log p(y) − ELBO (nats)"
-    axis.set(xlabel="step", ylabel=ylabel)
-    sns.despine(figure)
-    return legend_above(figure, [axis])
 
 
 def compare_bands(

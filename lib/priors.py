@@ -1,6 +1,7 @@
 """The densities a model is given, p(ϑ) and p(x_0), made from torch distributions."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.distributions.constraints import Constraint
 
+from lib.probe import check_keys, check_size, check_support, check_univariate, parse_x0
 from lib.sde import SDE
+
+VARTHETA_HINT = "ϑ is the log of a positive θ: take Normal, or a dict from name to prior of θ."
+THETA_HINT = (
+    "Take Normal, or LogNormal and positive_theta; let the SDE bound a parameter by sigmoid(u)."
+)
+X0_HINT = "Take Normal, or LogNormal and positive_state."
 
 
 class Movable:
@@ -60,30 +68,35 @@ class InitialState(Movable):
         spec: Numbers (p,), a torch distribution with batch + event shape (p,), or a dict from
             state name to number or univariate distribution.
         state_names: Names of the p components.
+        positive: Which of them are positive.
     """
 
-    def __init__(self, spec: object, state_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, spec: object, state_names: tuple[str, ...], positive: tuple[bool, ...]
+    ) -> None:
         p = len(state_names)
         self.value = torch.zeros(p, dtype=torch.float64)
         self.fixed = torch.zeros(p, dtype=torch.bool)
         self.parts: list[tuple[int | slice, Distribution]] = []
         if isinstance(spec, Distribution):
-            _check_size("x0", spec, state_names, "state_names")
+            check_size("x0", spec, state_names, "state_names")
+            check_support("x0", spec, 0.0 if all(positive) else -math.inf, X0_HINT)
             self.parts.append((slice(None), spec))
         elif isinstance(spec, Mapping):
-            _check_keys("x0", spec, state_names)
+            check_keys("x0", spec, state_names)
             for column, name in enumerate(state_names):
-                self._add(column, name, spec[name])
+                self._add(column, name, spec[name], 0.0 if positive[column] else -math.inf)
         else:
-            self.value, self.fixed = _fixed(spec, state_names), ~self.fixed
+            self.value, self.fixed = parse_x0(spec, state_names), ~self.fixed
         self.parts = [(column, moved(part)) for column, part in self.parts]
 
-    def _add(self, column: int, name: str, entry: object) -> None:
+    def _add(self, column: int, name: str, entry: object, low: float) -> None:
         if isinstance(entry, Distribution):
-            _check_univariate(f"x0['{name}']", entry)
+            check_univariate(f"x0['{name}']", entry)
+            check_support(f"x0['{name}']", entry, low, X0_HINT)
             self.parts.append((column, entry))
         else:
-            self.value[column] = _fixed([entry], (name,))[0]
+            self.value[column] = parse_x0([entry], (name,))[0]
             self.fixed[column] = True
 
     def log_prob(self, x0: Float[Tensor, "*batch state"]) -> Float[Tensor, "*batch"]:
@@ -106,16 +119,19 @@ def make_prior(
 ) -> VarthetaPrior | NaturalPrior:
     """p(ϑ) from what the user wrote: a distribution over ϑ, or a dict of natural-scale priors."""
     if isinstance(spec, Distribution):
-        _check_size("prior", spec, theta_names, "theta_names")
+        check_size("prior", spec, theta_names, "theta_names")
+        check_support("prior", spec, -math.inf, VARTHETA_HINT)
         return VarthetaPrior(moved(spec))
     if not isinstance(spec, Mapping):
         raise TypeError(
             f"prior must be a torch distribution over ϑ, or a dict from name to distribution; got "
             f"{type(spec).__name__}."
         )
-    _check_keys("prior", spec, theta_names)
-    for name in theta_names:
-        _check_univariate(f"prior['{name}']", spec[name])
+    check_keys("prior", spec, theta_names)
+    for name, is_positive in zip(theta_names, positive.tolist(), strict=True):
+        role = f"prior['{name}']"
+        check_univariate(role, spec[name])
+        check_support(role, spec[name], 0.0 if is_positive else -math.inf, THETA_HINT)
     return NaturalPrior([moved(spec[name]) for name in theta_names], positive)
 
 
@@ -192,48 +208,3 @@ def _class_tensors(value: object) -> dict[str, Tensor]:
 def _summed(distribution: Distribution, value: Tensor) -> Tensor:
     log_prob = distribution.log_prob(value)
     return log_prob.sum(-1) if distribution.batch_shape else log_prob
-
-
-def _check_size(
-    role: str, distribution: Distribution, names: tuple[str, ...], names_role: str
-) -> None:
-    shape = tuple(distribution.batch_shape + distribution.event_shape)
-    if shape != (len(names),):
-        raise ValueError(
-            f"{role} must have batch + event shape ({len(names)},), one entry for each of "
-            f"{names_role} {names}; got {shape} from {type(distribution).__name__}."
-        )
-
-
-def _check_keys(role: str, spec: Mapping, names: tuple[str, ...]) -> None:
-    if set(spec) != set(names):
-        raise ValueError(f"{role} must have exactly the keys {names}; got {tuple(spec)}.")
-
-
-def _check_univariate(role: str, distribution: object) -> None:
-    if not isinstance(distribution, Distribution):
-        raise TypeError(
-            f"{role} must be a torch distribution; got {distribution!r}. A known value belongs "
-            "into the SDE, not into θ."
-        )
-    shape = tuple(distribution.batch_shape + distribution.event_shape)
-    if shape != ():
-        raise ValueError(f"{role} must be univariate, with shape (); got shape {shape}.")
-
-
-def _fixed(values: object, names: tuple[str, ...]) -> Float[Tensor, " state"]:
-    """Fixed components of x_0 as float64."""
-    try:
-        tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise TypeError(
-            f"x0 must be numbers, a torch distribution, or a dict of them; got {values!r}."
-        ) from err
-    if tensor.shape != (len(names),):
-        raise ValueError(
-            f"x0 must have shape ({len(names)},), one entry for each of state_names {names}; got "
-            f"{tuple(tensor.shape)}."
-        )
-    if not tensor.isfinite().all():
-        raise ValueError(f"x0 must be finite; got {tensor.tolist()}.")
-    return tensor

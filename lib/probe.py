@@ -1,4 +1,4 @@
-"""Door of the state-space model: tries a user's pieces on prior draws, and says what is wrong."""
+"""Door of the state-space model: what a user hands in, refused with a sentence if it cannot fit."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,16 +6,11 @@ from collections.abc import Callable, Mapping
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributions import Distribution
 
 from lib.sde import SDE
 
-TOLERANCE, SINGULAR = 1e-8, 1e-14  # relative to the largest entry of β
-HINTS = {
-    "drift": "Index as x[..., 0], join with torch.stack([a1, a2], -1).",
-    "diffusion": "Index as x[..., 0], join rows with torch.stack([b11, b12], -1) and the matrix "
-    "with torch.stack([row1, row2], -2).",
-    "diffusion_tril": "It is the lower Cholesky factor of diffusion.",
-}
+LARGEST_OVERFLOW = 0.1  # share of the prior draws
 
 
 def parse_matrix(F: object) -> Tensor:
@@ -59,8 +54,10 @@ def _positive(value: object) -> float:
     return number
 
 
-def check_declaration(sde: object) -> None:
-    """Names and signs that an SDE declares."""
+def check_declaration(sde: object, observation: object) -> None:
+    """The two kinds of object, and the names and signs that an SDE declares."""
+    if not hasattr(observation, "log_prob"):
+        raise TypeError(f"observation must be a GaussianObservation; got {observation!r}.")
     if not isinstance(sde, SDE):
         raise TypeError(f"sde must be an instance of a subclass of SDE; got {sde!r}.")
     title = type(sde).__name__
@@ -93,12 +90,14 @@ def check_names(
     sigma_names: tuple[str, ...],
     positive: Mapping[str, bool],
 ) -> None:
-    """F against the states, and the parameters that σ names against their signs."""
+    """F and the names of the states; the parameters, and the signs of those that σ names."""
     if F.shape[0] != len(state_names):
         raise ValueError(
             f"F must have one row for each of state_names {state_names}, ({len(state_names)}, "
             f"{F.shape[1]}); got {tuple(F.shape)}."
         )
+    if both := [name for name in state_names if name in positive]:
+        raise ValueError(f"a state and a parameter must not share a name; got {both}. Rename one.")
     if not positive:
         raise ValueError("a model must have at least one parameter; got theta_names ().")
     signed = [name for name in sigma_names if not positive[name]]
@@ -106,16 +105,100 @@ def check_names(
         raise ValueError(f"sigma must name positive parameters; {signed} not in positive_theta.")
 
 
-def check_prior(
-    vartheta: Float[Tensor, "draws theta"], log_prior: Tensor, theta_names: tuple[str, ...]
+def check_size(
+    role: str, distribution: Distribution, names: tuple[str, ...], names_role: str
 ) -> None:
-    """Prior draws and their log densities."""
+    """A joint density: one entry for each name."""
+    shape = tuple(distribution.batch_shape + distribution.event_shape)
+    if shape != (len(names),):
+        raise ValueError(
+            f"{role} must have batch + event shape ({len(names)},), one entry for each of "
+            f"{names_role} {names}; got {shape} from {type(distribution).__name__}."
+        )
+
+
+def check_keys(role: str, spec: Mapping, names: tuple[str, ...]) -> None:
+    """A dict: each name, and no other."""
+    if set(spec) != set(names):
+        missing = [name for name in names if name not in spec]
+        unknown = [name for name in spec if name not in names]
+        raise ValueError(
+            f"{role} must have exactly the keys {names}; got {tuple(spec)}. Missing: {missing}; "
+            f"unknown: {unknown}."
+        )
+
+
+def check_univariate(role: str, distribution: object) -> None:
+    """An entry of a dict of priors."""
+    if not isinstance(distribution, Distribution):
+        raise TypeError(
+            f"{role} must be a torch distribution; got {distribution!r}. A known value belongs "
+            "into the SDE, not into θ."
+        )
+    shape = tuple(distribution.batch_shape + distribution.event_shape)
+    if shape != ():
+        raise ValueError(f"{role} must be univariate, with shape (); got shape {shape}.")
+
+
+def check_support(role: str, distribution: Distribution, low: float, hint: str) -> None:
+    """The support must include (low, ∞): q goes everywhere, and outside torch's values are wrong.
+
+    Torch takes the image of every affine map for the whole line, so a shifted prior passes here.
+    """
+    try:
+        support = distribution.support
+    except NotImplementedError:
+        return
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf)).max().item()
+    upper = torch.as_tensor(getattr(support, "upper_bound", math.inf)).min().item()
+    if support.is_discrete or lower > low or upper < math.inf:
+        kind = "integers in " if support.is_discrete else ""
+        raise ValueError(
+            f"{role} must have all of ({low:g}, inf) as its support; got {kind}({lower:g}, "
+            f"{upper:g}) from {type(distribution).__name__}. {hint}"
+        )
+
+
+def parse_x0(values: object, names: tuple[str, ...]) -> Float[Tensor, " state"]:
+    """Fixed components of x_0 as float64."""
+    try:
+        tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise TypeError(
+            f"x0 must be numbers, a torch distribution, or a dict of them; got {values!r}."
+        ) from err
+    if tensor.shape != (len(names),):
+        raise ValueError(
+            f"x0 must have shape ({len(names)},), one entry for each of state_names {names}; got "
+            f"{tuple(tensor.shape)}."
+        )
+    if not tensor.isfinite().all():
+        raise ValueError(f"x0 must be finite; got {tensor.tolist()}.")
+    return tensor
+
+
+def check_prior(
+    vartheta: Float[Tensor, "draws theta"],
+    theta: Float[Tensor, "draws theta"],
+    log_prior: Tensor,
+    theta_names: tuple[str, ...],
+) -> None:
+    """Prior draws of ϑ, the same as θ, and their log densities."""
     broken = vartheta.isnan().any(0).tolist()
     if any(broken):
         names = [name for name, bad in zip(theta_names, broken, strict=True) if bad]
         raise ValueError(
             f"prior of a positive parameter must give positive values; got others for {names}. "
             "Take LogNormal or Gamma, or drop the name from positive_theta."
+        )
+    share = theta.isinf().double().mean(0).tolist()
+    if max(share) > LARGEST_OVERFLOW:
+        name = theta_names[share.index(max(share))]
+        raise ValueError(
+            f"prior must leave θ finite; got inf in {max(share):.0%} of the draws of '{name}'. On "
+            "a logarithm a standard deviation of 10 already spans 17 powers of ten."
         )
     if log_prior.shape != vartheta.shape[:1] or not log_prior.isfinite().any():
         raise ValueError(
@@ -140,7 +223,7 @@ def check_sigma(scale: Callable, named: Mapping[str, Tensor], num_observed: int)
     rule = f"sigma must be positive and broadcast with (..., {num_observed}), here {batch}"
     try:
         sigma = scale(named)
-        fits = _broadcasts(tuple(sigma.shape), batch)
+        fits = broadcasts(tuple(sigma.shape), batch)
     except Exception as err:
         raise ValueError(
             f"{rule}, from named parameters {tuple(named)}; it raised {type(err).__name__}: {err}."
@@ -149,95 +232,8 @@ def check_sigma(scale: Callable, named: Mapping[str, Tensor], num_observed: int)
         raise ValueError(f"{rule}; got {tuple(sigma.shape)}, {sigma.flatten()[:3].tolist()}.")
 
 
-def check_sde(
-    sde: SDE, theta: Float[Tensor, "draws theta"], x0: Float[Tensor, "draws state"]
-) -> None:
-    """Shapes as in training, (mc, time, p), and as in a simulation, (mc, p); then the values."""
-    time = sde.num_states + sde.num_theta + 2
-    t = torch.linspace(0.0, 1.0, time, dtype=torch.float64)[:, None]
-    x = _nudged(x0, torch.tensor(sde.positive_states))
-    flat = sde.aligned(t[-1], x, theta)
-    full = sde.aligned(t, x[:, None], theta[:, None])
-    p = sde.num_states
-    for arguments in (flat, full):
-        drift = _call(sde, "drift", arguments, (p,))
-        beta = _call(sde, "diffusion", arguments, (p, p))
-        tril = _call(sde, "diffusion_tril", arguments, (p, p))
-    usable = sde.alive(full[1]) & drift.isfinite().all(-1)
-    _require(usable.any(), "drift", "finite at x0 for at least one prior draw", drift, full)
-    usable = usable & beta.isfinite().all((-2, -1))
-    _require(usable.any(), "diffusion", "finite at x0 for at least one prior draw", beta, full)
-    _check_beta(beta[usable], tril[usable], tuple(part[usable] for part in full))
-
-
-def _check_beta(beta: Tensor, tril: Tensor, arguments: tuple[Tensor, ...]) -> None:
-    """Symmetric and positive definite, and the factor is that of β."""
-    size = beta.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(beta.dtype).tiny)
-    unit = beta / size
-    skew = (unit - unit.mT).abs().amax((-2, -1))
-    _require(skew < TOLERANCE, "diffusion", "a symmetric matrix β", beta, arguments)
-    lowest = torch.linalg.eigvalsh(unit)[..., 0]
-    rule = "a positive definite matrix β (a covariance per unit time, not its square root)"
-    _require(lowest > -TOLERANCE, "diffusion", rule, beta, arguments)
-    # Vague priors make β singular to rounding in some draws; a valid model has others.
-    factored = tril.isfinite().all((-2, -1)) & (tril.diagonal(dim1=-2, dim2=-1) > 0).all(-1)
-    definite = factored & (lowest > SINGULAR)
-    _require(definite.any(), "diffusion", rule, beta, arguments)
-    error = (tril @ tril.mT - beta).abs() / size + tril.triu(1).abs()
-    wrong = factored & (error.amax((-2, -1)) > 1e-6)
-    rule = "the lower Cholesky factor of diffusion"
-    _require(~wrong, "diffusion_tril", rule, tril, arguments)
-
-
-def _require(
-    passed: Tensor, name: str, rule: str, value: Tensor, arguments: tuple[Tensor, ...]
-) -> None:
-    """Refuses with the first case that did not pass."""
-    if passed.all():
-        return
-    flat = passed.expand(arguments[1].shape[:-1]).flatten()
-    case = int((~flat).nonzero()[0])
-    t, x, theta = (part.flatten(0, -2)[case].tolist() for part in arguments)
-    got = value.flatten(0, arguments[1].ndim - 2)[case].tolist()
-    raise ValueError(f"{name} must be {rule}; got {got} at t = {t}, x = {x}, theta = {theta}.")
-
-
-def _nudged(x0: Tensor, positive: Tensor) -> Tensor:
-    """Points a percent around x_0, so that a mistake that vanishes at x_0 shows."""
-    p = x0.shape[-1]
-    shift = torch.linspace(-0.01, 0.01, len(x0), dtype=x0.dtype)[:, None]
-    shift = shift * (1 + torch.arange(p, dtype=x0.dtype)) / p
-    return torch.where(positive, x0 * shift.exp(), x0 + shift * (1 + x0.abs()))
-
-
-def _call(sde: SDE, name: str, arguments: tuple[Tensor, ...], tail: tuple[int, ...]) -> Tensor:
-    """Value of a user's function, detached and with the full batch."""
-    sizes = ", ".join(
-        f"{s} {tuple(part.shape)}" for s, part in zip(("t", "x", "theta"), arguments, strict=True)
-    )
-    batch = tuple(arguments[1].shape[:-1])
-    # With gradients, as in training: a detour through numpy fails here and not an hour later.
-    t, x, theta = arguments[0], *(part.detach().requires_grad_() for part in arguments[1:])
-    try:
-        value = getattr(sde, name)(t, x, theta)
-    except Exception as err:
-        raise ValueError(
-            f"{name} of {type(sde).__name__} must accept {sizes}; it raised {type(err).__name__}: "
-            f"{err}. {HINTS[name]}"
-        ) from err
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must return a tensor; got {type(value).__name__}. {HINTS[name]}")
-    shape = tuple(value.shape)
-    fits = shape[len(shape) - len(tail) :] == tail and _broadcasts(shape[: -len(tail)], batch)
-    if not fits:
-        raise ValueError(
-            f"{name} must return shape (..., {', '.join(map(str, tail))}), here {batch + tail} for "
-            f"{sizes}; got {shape}. {HINTS[name]}"
-        )
-    return value.detach().to(x.dtype).expand(batch + tail)
-
-
-def _broadcasts(shape: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+    """Whether a value of this shape can stand for a batch."""
     try:
         return tuple(torch.broadcast_shapes(shape, batch)) == batch
     except RuntimeError:

@@ -1,29 +1,31 @@
 """What a fit returns: draws with their densities, diagnostics, predictions, files."""
 
 import copy
-import pickle
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.data import Grid, Observations
+from lib.data import Observations
 from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
-from lib.elbo import CHUNK, log_ratio
+from lib.elbo import chunk_size, log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
-from lib.start import Start
+from lib.storage import difference, identity, read, rebuild, write
+from lib.tables import Draws, draws_table, inference_data, path_table, theta_table, write_csv
 from lib.widened import second_look
 
 # Of q(ϑ) alone, without paths: they cost next to nothing.
 THETA_DRAWS = 10_000
+_OPTIONS = asdict(Family()).keys()
 
 
 class History(NamedTuple):
@@ -33,16 +35,11 @@ class History(NamedTuple):
     elbo: np.ndarray
     seconds: np.ndarray
 
-
-class Draws(NamedTuple):
-    """Draws of q, float64 on the CPU; log_weight = log_joint − log_q, unnormalised."""
-
-    theta: Float[Tensor, "mc theta"]
-    vartheta: Float[Tensor, "mc theta"]
-    x: Float[Tensor, "mc time state"]
-    log_q: Float[Tensor, " mc"]
-    log_joint: Float[Tensor, " mc"]
-    log_weight: Float[Tensor, " mc"]
+    def then(self, later: "History") -> "History":
+        """This trace with that of a run that went on from it; steps and seconds count on."""
+        step, elbo, seconds = later
+        at = (step + self.step[-1], elbo, seconds + self.seconds[-1])
+        return History(*map(np.concatenate, zip(self, at, strict=True)))
 
 
 class Forecast(NamedTuple):
@@ -78,9 +75,9 @@ class FitResult:
         """n independent draws of (θ, x) from q, with log q and log p(ϑ, x, y), made in chunks."""
         _check_count(n)
         generator, grid = torch.Generator().manual_seed(seed), self.observations.grid()
-        parts = []
-        for first in range(0, n, CHUNK):
-            sample = self._exact_q(self._exact_q.draw_noise(min(CHUNK, n - first), generator))
+        parts, q, size = [], self._exact_q, chunk_size(self._exact_q)
+        for first in range(0, n, size):
+            sample = q(q.draw_noise(min(size, n - first), generator))
             joint = self.model.log_joint(sample.vartheta, sample.x, grid).total
             log_q = sample.log_q_theta + sample.log_q_x
             parts.append((sample.vartheta, sample.x, log_q, joint))
@@ -89,6 +86,7 @@ class FitResult:
 
     def diagnostics(self, n: int = 10_000, seed: int = 0) -> Diagnostics:
         """Trust report from n fresh draws, and from n/3 wider ones that may leave q(ϑ)."""
+        _check_count(n, 2)
         draws = self.draws(n, seed)
         size = draws.x.shape[-1] * (draws.x.shape[-2] - 1)
         second = self._second_look(draws, -(-n // 3), seed)
@@ -112,6 +110,7 @@ class FitResult:
 
     def marginals(self, n: int = 10_000, seed: int = 0) -> Marginals:
         """Quantiles of each ϑ, from n draws as they are and importance-weighted (PSIS)."""
+        _check_count(n, 2)
         draws = self.draws(n, seed)
         return marginals(self.model.theta_names, draws.vartheta, draws.log_weight)
 
@@ -142,83 +141,75 @@ class FitResult:
         named = self.model.named(theta[:, None])
         return self.model.observation.sample(x, named, noise)
 
+    def summary(self, n: int = 10_000, seed: int = 0) -> pd.DataFrame:
+        """Mean, sd and quantiles of each θ, natural scale: of n draws, then weighted (PSIS)."""
+        _check_count(n, 2)
+        return theta_table(self.model.theta_names, self.draws(n, seed))
+
+    def path_summary(self, n: int = 2000, seed: int = 0) -> pd.DataFrame:
+        """The same of x, with fewer quantiles, at each grid time: a row for each time and state."""
+        _check_count(n, 2)
+        t = self.observations.grid().t
+        return path_table(self.model.state_names, t, self.draws(n, seed))
+
+    def to_csv(self, folder: str | Path, n: int = 2000, seed: int = 0) -> list[Path]:
+        """Write parameters, paths, draws and diagnostics, each as NAME.csv, from n draws of a seed.
+
+        The folder is made where it is missing. Weighted numbers are there whatever they are worth:
+        ``k_hat`` and ``verdict`` in diagnostics.csv say that. ``seed`` is there the fit's own.
+        """
+        _check_count(n, 2)
+        model, draws, report = self.model, self.draws(n, seed), self.diagnostics(n, seed)
+        own = {"converged": self.converged, "reason": self.reason, "seed": self.seed}
+        tables = {
+            "parameters": theta_table(model.theta_names, draws).reset_index(),
+            "paths": path_table(model.state_names, self.observations.grid().t, draws),
+            "draws": draws_table(model.theta_names, draws),
+            "diagnostics": pd.DataFrame([report._asdict() | own]),
+        }
+        return write_csv(folder, tables)
+
     def to_arviz(self, n: int = 2000, seed: int = 0) -> "arviz.InferenceData":
-        """Draws as InferenceData: posterior, sample_stats (log q, log joint) and observed_data."""
-        draws, obs = self.draws(n, seed), self.observations
-        posterior = {
-            name: draws.theta[None, :, j].numpy() for j, name in enumerate(self.model.theta_names)
-        }
-        posterior |= {
-            name: draws.x[None, :, :, j].numpy() for j, name in enumerate(self.model.state_names)
-        }
-        return arviz.from_dict(
-            posterior=posterior,
-            sample_stats={"lp": draws.log_joint[None].numpy(), "log_q": draws.log_q[None].numpy()},
-            observed_data={name: obs.y[:, j].numpy() for j, name in enumerate(obs.names)},
-            coords={"time": obs.grid().t.numpy(), "observation_time": obs.times.numpy()},
-            dims={name: ["time"] for name in self.model.state_names}
-            | {name: ["observation_time"] for name in obs.names},
-        )
+        """n draws as InferenceData: posterior, sample_stats (log p, q and weight), observed_data.
+
+        States have the dimension ``time``, the grid's; the data have ``observation_time``.
+        """
+        names = (self.model.theta_names, self.model.state_names)
+        return inference_data(*names, self.observations, self.draws(n, seed))
 
     def save(self, path: str | Path) -> None:
         """Write weights, family and history; ``load_fit`` needs the same model and data."""
-        torch.save(
-            {
-                "weights": self.q.state_dict(),
-                "family": asdict(self.family),
-                "history": {k: v.tolist() for k, v in self.history._asdict().items()},
-                "verdict": (self.converged, self.reason, self.seed, self.device),
-                "identity": identity(self.model, self.observations),
-            },
-            path,
-        )
+        content = {
+            "weights": self.q.state_dict(),
+            "family": asdict(self.family),
+            "history": {k: v.tolist() for k, v in self.history._asdict().items()},
+            "verdict": (self.converged, self.reason, int(self.seed), self.device),
+            "identity": identity(self.model, self.observations),
+        }
+        write(path, content)
 
 
 def load_fit(path: str | Path, model: StateSpaceModel, observations: Observations) -> FitResult:
-    """Read a saved fit; refuses, with a sentence, a file made with another model or other data."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as err:
-        raise ValueError(f"{path} must be a file written by FitResult.save; got another.") from err
-    if not (isinstance(saved, dict) and "identity" in saved):
-        raise ValueError(f"{path} must be a file written by FitResult.save; got another.")
-    for key, here in identity(model, observations).items():
-        if saved["identity"][key] != here:
-            raise ValueError(
-                f"the fit in {path} has another {key}; got {here}, "
-                f"saved {saved['identity'][key]}. Load it with the model and data it was made with."
-            )
+    """Read a saved fit, on any machine.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no fit's, or that of another model or of other data, and which.
+    """
+    saved, here = read(path), identity(model, observations)
+    if saved["identity"].keys() != here.keys() or saved["family"].keys() != _OPTIONS:
+        raise ValueError(f"{path} must be of this version of lib; got another's. Fit again.")
+    if differs := difference(here, saved["identity"]):
+        raise ValueError(
+            f"the fit in {path} has another {differs}. Load it with the model and the data that it "
+            "was made with."
+        )
     family = Family(**saved["family"])
-    path_like = torch.ones(observations.num_steps + 1, model.num_states, dtype=torch.float64)
-    theta_like = torch.ones(model.num_theta, dtype=torch.float64)
-    start = Start(theta_like, theta_like, path_like, path_like)
-    q = VariationalPosterior(model, observations.grid(), family, start, seed=0)
-    q.to(next(iter(saved["weights"].values())).dtype).load_state_dict(saved["weights"])
-    q.requires_grad_(False)
+    q = rebuild(model, observations, family, saved["weights"]).requires_grad_(False)
     history = History(**{k: np.array(v) for k, v in saved["history"].items()})
     return FitResult(model, observations, q, family, history, *saved["verdict"])
 
 
-def identity(model: StateSpaceModel, observations: Observations) -> dict[str, object]:
-    """What a fit's file must share with the model and data that it is loaded with."""
-    # Densities have no names to compare, so they are compared by their values at a fixed point.
-    point = torch.linspace(-0.5, 0.5, model.num_theta, dtype=torch.float64)[None]
-    x = torch.ones(1, 2, model.num_states, dtype=torch.float64)
-    grid = observations.grid()
-    pair = Grid(grid.t[:2], grid.y[:2], torch.ones_like(grid.y[:2]), grid.dt)
-    return {
-        "theta_names": list(model.theta_names),
-        "state_names": list(model.state_names),
-        "positive_states": list(model.positive_states),
-        "x0": [model.x0_fixed.tolist(), model.x0_value.tolist()],
-        "t0": observations.t0,
-        "dt": observations.dt,
-        "times": observations.times.tolist(),
-        "y": [[None if v != v else v for v in row] for row in observations.y.tolist()],
-        "density at a test point": [f"{float(t):.12g}" for t in model.log_joint(point, x, pair)],
-    }
-
-
-def _check_count(n: int) -> None:
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"a count must be a whole number, 1 or more; got {n!r}.")
+def _check_count(n: int, least: int = 1) -> None:
+    if not isinstance(n, int) or n < least:
+        raise ValueError(f"a count must be a whole number, {least} or more; got {n!r}.")

@@ -22,15 +22,16 @@ from lib.probe import (
     check_declaration,
     check_names,
     check_prior,
-    check_sde,
     check_sigma,
     check_x0,
     parse_matrix,
     parse_sigma,
 )
+from lib.probe_sde import check_sde
 from lib.sde import SDE, EulerMaruyama
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+NUM_PRIOR_DRAWS = 10_000
 
 
 class GaussianObservation(Movable):
@@ -123,8 +124,10 @@ class StateSpaceModel(Movable):
         sde: Drift, diffusion and the names of states and parameters.
         observation: Observation density.
         prior: Torch distribution over ϑ with batch + event shape (d,); or a dict from parameter
-            name to univariate distribution on the natural scale.
-        x0: Numbers (p,), a torch distribution of shape (p,), or a dict from state name to either.
+            name to univariate distribution on the natural scale. Its support must be all that the
+            parameter can be: bound one further inside the SDE, by a sigmoid of a real θ.
+        x0: Numbers (p,), a torch distribution of shape (p,), or a dict from state name to either;
+            the support is to include all that the state can be.
 
     Raises:
         ValueError: If a piece does not fit, found by trying it on prior draws.
@@ -133,7 +136,7 @@ class StateSpaceModel(Movable):
     def __init__(
         self, sde: SDE, observation: GaussianObservation, prior: object, x0: object
     ) -> None:
-        check_declaration(sde)
+        check_declaration(sde, observation)
         self.sde, self.observation = sde, observation
         appended = tuple(s for s in observation.theta_names if s not in sde.theta_names)
         self.theta_names = tuple(sde.theta_names) + appended
@@ -142,15 +145,16 @@ class StateSpaceModel(Movable):
         check_names(observation.F, self.state_names, observation.theta_names, positive)
         self.positive_theta = torch.tensor(list(positive.values()))
         self.prior = make_prior(prior, self.theta_names, self.positive_theta)
-        self.initial = InitialState(x0, self.state_names)
+        self.initial = InitialState(x0, self.state_names, self.positive_states)
         self._check_on_draws()
 
     def _check_on_draws(self) -> None:
+        many = self.sample_prior(NUM_PRIOR_DRAWS, seed=0)
+        check_prior(many, self.to_theta(many), self.log_prior(many), self.theta_names)
         # More draws than any size of the model, so that a mixed-up axis cannot pass.
         num_draws = 64 + 2 * (self.num_states + self.num_theta)
         vartheta, x0 = self.sample_prior(num_draws, seed=0), self.sample_x0(num_draws, seed=0)
         theta = self.to_theta(vartheta)
-        check_prior(vartheta, self.log_prior(vartheta), self.theta_names)
         check_x0(self.sde, x0)
         check_sigma(self.observation.scale, self.named(theta[:, None]), self.num_observed)
         check_sde(self.sde, theta, x0)
@@ -220,7 +224,9 @@ class StateSpaceModel(Movable):
         theta = self.to_theta(vartheta)[:, None]
         step = EulerMaruyama(self.sde, grid.dt)
         transition = step.log_prob(x[:, 1:], x[:, :-1], theta, grid.t[:-1, None])
-        observation = self.observation.log_prob(grid.y, x, self.named(theta)) * grid.observed
+        # Before the density: times 0 afterwards, a square that overflows would be NaN.
+        y = torch.where(grid.observed > 0, grid.y, 0.0)
+        observation = self.observation.log_prob(y, x, self.named(theta)) * grid.observed
         return JointTerms(
             log_prior=self.log_prior(vartheta),
             log_x0=self.log_x0(x[:, 0]),

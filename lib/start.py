@@ -8,13 +8,16 @@ from torch import Tensor
 
 from lib.data import Grid
 from lib.features import interpolate, mean_sd, steps_since
+from lib.priors import to_natural, to_unconstrained
 from lib.ssm import StateSpaceModel
 
 NUM_DRAWS = 2000
 NUM_REFINED = 16
 NUM_ITERATIONS = 30
 RESIDUAL_SHARE = 0.1
+WIDEST_LOG = 30.0
 SMALLEST_SHARE = 1e-3
+TOLERANCE = 1e-8  # relative to the largest entry of β
 
 
 class Start(NamedTuple):
@@ -29,6 +32,7 @@ class Start(NamedTuple):
 def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
     """Fit the drift ODE to the data by Levenberg-Marquardt from the best of many prior draws.
 
+    What is unknown of x_0 is fitted too: held at its prior's median, a rate would make up for it.
     Parameters that do not move the drift stay at the prior's median, except an unknown σ, which
     starts at the size of the residuals. Draws whose path explodes are dropped; if all do, the start
     is the prior's median.
@@ -37,50 +41,68 @@ def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
         model: In float64 on the CPU.
         grid: The data, likewise.
         seed: Of the prior draws.
+
+    Raises:
+        ValueError: β is not positive definite somewhere on the path through the data.
     """
-    draws, x0 = model.sample_prior(NUM_DRAWS, seed), model.sample_x0(NUM_DRAWS, seed)
-    low, median, high = torch.quantile(
+    d, draws = model.num_theta, _draw_unknowns(model, seed)
+    low, median, high = torch.nanquantile(
         draws, torch.tensor([0.16, 0.5, 0.84], dtype=draws.dtype), dim=0
     )
     spread = 0.5 * (high - low)
-    x0 = x0.median(0).values
-    residuals = _Residuals(model, grid, x0, median, spread)
+    residuals = _Residuals(model, grid, median, spread)
     candidates = torch.cat([median[None], draws])
     cost = residuals(candidates).square().sum(-1).nan_to_num(torch.inf)
     best = candidates[cost.argsort(stable=True)[:NUM_REFINED]]
-    vartheta = _least_squares(residuals, best)
-    path = residuals.path(vartheta[None])[0]
+    found = _least_squares(residuals, best)
+    vartheta, path = found[:d], residuals.path(found[None])[0]
     vartheta = _noise_scale(model, grid, vartheta, path)
     path = _through_data(model, grid, path)
+    _check_beta(model, grid, vartheta, path)
+    # exp of a wider ϑ overflows in nearly every draw, and then no step of a fit is finite.
+    spread = torch.where(model.positive_theta, spread[:d].clamp(max=WIDEST_LOG), spread[:d])
     return Start(vartheta, 0.1 * spread, path, _path_sd(model, grid, vartheta, path))
 
 
-class _Residuals:
-    """Scaled residuals (data, prior) of the drift-only path as a function of ϑ (batch, d)."""
+def _draw_unknowns(model: StateSpaceModel, seed: int) -> Tensor:
+    """Prior draws of ϑ, then of what is unknown of x_0, its positive components as logarithms."""
+    free, positive = _unknown_x0(model)
+    x0 = to_unconstrained(model.sample_x0(NUM_DRAWS, seed)[:, free], positive)
+    return torch.cat([model.sample_prior(NUM_DRAWS, seed), x0], -1)
 
-    def __init__(
-        self, model: StateSpaceModel, grid: Grid, x0: Tensor, median: Tensor, spread: Tensor
-    ) -> None:
-        self.model, self.grid, self.x0 = model, grid, x0
+
+def _unknown_x0(model: StateSpaceModel) -> tuple[Tensor, Tensor]:
+    """Which components of x_0 have a density; which of those are positive."""
+    free = ~model.x0_fixed
+    return free, torch.tensor(model.positive_states)[free]
+
+
+class _Residuals:
+    """Scaled residuals (data, prior) of the drift-only path, from (ϑ, unknown x_0) (batch, …)."""
+
+    def __init__(self, model: StateSpaceModel, grid: Grid, median: Tensor, spread: Tensor) -> None:
+        self.model, self.grid = model, grid
         self.median, self.spread = median, spread
         self.scale = RESIDUAL_SHARE * mean_sd(grid)[1]
 
-    def path(self, vartheta: Tensor) -> Tensor:
+    def path(self, unknowns: Tensor) -> Tensor:
         """Euler steps of the drift alone, (batch, N+1, p)."""
-        theta, sde, grid = self.model.to_theta(vartheta), self.model.sde, self.grid
-        x = self.x0.expand(len(vartheta), -1)
+        model, sde, grid = self.model, self.model.sde, self.grid
+        theta, (free, positive) = model.to_theta(unknowns[:, : model.num_theta]), _unknown_x0(model)
+        x = model.x0_value.repeat(len(unknowns), 1)
+        x[:, free] = to_natural(unknowns[:, model.num_theta :], positive)
         steps = [x]
         for t in grid.t[:-1]:
             x = x + sde.drift(*sde.aligned(t.expand(1), x, theta)) * grid.dt
             steps.append(x)
         return torch.stack(steps, 1)
 
-    def __call__(self, vartheta: Tensor) -> Tensor:
-        fitted = self.model.observation.mean(self.path(vartheta))
+    def __call__(self, unknowns: Tensor) -> Tensor:
+        fitted = self.model.observation.mean(self.path(unknowns))
         misfit = (self.grid.y - fitted) * self.grid.observed / self.scale
         # 0 * inf where nothing is observed must not spoil a path that is finite where it matters.
         misfit = torch.where(self.grid.observed > 0, misfit, torch.zeros_like(misfit))
-        return torch.cat([misfit.flatten(1), (vartheta - self.median) / self.spread], -1)
+        return torch.cat([misfit.flatten(1), (unknowns - self.median) / self.spread], -1)
 
 
 def _least_squares(residuals: _Residuals, vartheta: Tensor) -> Tensor:
@@ -143,6 +165,25 @@ def _admissible(model: StateSpaceModel, path: Tensor) -> Tensor:
     lowest = SMALLEST_SHARE * path.abs().amax(0).clamp(min=1e-6)
     positive = torch.tensor(model.positive_states)
     return torch.where(positive & (path < lowest), lowest, path)
+
+
+def _check_beta(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> None:
+    """Refuse a β that holds at x_0 but not along the data: no step of the fit would be finite."""
+    sde = model.sde
+    arguments = sde.aligned(grid.t[:-1, None], path[:-1], model.to_theta(vartheta))
+    beta = sde.diffusion(*arguments).expand(len(path) - 1, -1, -1)
+    finite = beta.isfinite().all((-2, -1))
+    size = beta.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(beta.dtype).tiny)
+    # A β of 0, at a count of 0 say, is no fault: the draws of q are not exactly there.
+    lowest = torch.linalg.eigvalsh(torch.where(finite[:, None, None], beta / size, 0.0))[:, 0]
+    bad = (lowest < -TOLERANCE).nonzero()[:, 0].tolist()
+    if bad:
+        t, x, theta = (part[bad[0]].tolist() for part in arguments)
+        raise ValueError(
+            "diffusion must be positive definite on a path through the data, where the fit starts; "
+            f"got {beta[bad[0]].tolist()} at t = {t}, x = {x}, theta = {theta}, and in "
+            f"{len(bad)} of {len(beta)} steps. Is a name missing from positive_state?"
+        )
 
 
 def _path_sd(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> Tensor:

@@ -48,6 +48,14 @@ def test_lists_arrays_and_tensors_become_double_columns(convert):
     assert observations.names == ("y0",) and not observations.y.requires_grad
 
 
+def test_masked_arrays_are_missing_where_masked():
+    """Kills the number under the mask, which is what numpy's asarray gives."""
+    y = np.ma.masked_array([1, 999], mask=[False, True])
+    observations = Observations([0.1, 0.2], y, dt=0.1)
+    assert observations.grid().observed[:, 0].tolist() == [0, 1, 0]
+    assert observations.grid().y[:, 0].tolist() == [0, 1, 0]
+
+
 def test_changing_the_input_afterwards_changes_nothing():
     y = torch.tensor([1.0, 2.0], dtype=torch.float64)
     observations = Observations([0.1, 0.2], y, dt=0.1)
@@ -157,6 +165,10 @@ GOOD_FILES = {
     "spaces": " t , y \n 0.1 , 1 \n0.2,  2\n",
     "empty lines": "\nt,y\n0.1,1\n\n0.2,2\n\n\n",
     "other notation": "t,y\n1e-1,+1.0\n.2,2.\n",
+    "old line ends": "t,y\r0.1,1\r0.2,2\r",
+    "leading zeros": "t,y\n00.1,01\n0.2,02.0\n",
+    "blank columns": "t,y,,\n0.1,1,,\n0.2,2,,\n",
+    "many empty lines": "t,y\n0.1,1\n0.2,2\n" + "\n" * 99999,
     "a column that is not named": "t,y,note\n0.1,1,nan\n0.2,2,\n",
     "an unnamed column twice": "t,y,note,note\n0.1,1,a,b\n0.2,2,c,d\n",
 }
@@ -173,19 +185,26 @@ BAD_FILES = {
                      r" my.csv\). The nearest grid times are 0.2 and 0.3"),
     "line counts empty lines": ("t,y\n\n0.1,1\n\n0.25,2\n", r"'0.25' in data row 2 \(line 5 of"),
     "before t0": ("t,y\n-0.1,1\n", r"got '-0.1' in data row 1 \(line 2 .*before t0"),
-    "repeated": ("t,y\n0.1,1\n0.10,2\n", r"increase; got '0.10' in data row 2 .*repeats"),
-    "out of order": ("t,y\n0.2,1\n0.1,2\n", r"increase; got '0.1' in data row 2 .*comes before"),
-    "text": ("t,y\n0.1,1\n0.2,two\n", r"'y' must hold numbers.*got 'two' in data row 2 \(line 3"),
+    "repeated": ("t,y\n0.1,1\n0.10,2\n", r"increase; got '0.10' in data row 2 .*repeats .* "
+                 r"Put readings of one time into columns"),
+    "out of order": ("t,y\n0.2,1\n0.1,2\n", r"increase; got '0.1' in data row 2 .*before.*Sort"),
+    "text": ("t,y\n0.1,1\n0.2,two\n", r"'y' must hold plain.*got 'two' in data row 2 \(line 3"),
     "nan": ("t,y\n0.1,1\n0.2,nan\n", r"got 'nan' in data row 2 .*Leave the cell blank"),
     "NA": ("t,y\n0.1,NA\n0.2,1\n", r"got 'NA' in data row 1 .*Leave the cell blank"),
-    "decimal comma": ('t,y\n0.1,"1,5"\n', r"decimal point; got '1,5' in data row 1"),
+    "decimal comma": ('t,y\n0.1,"1,5"\n', r"as 1234.5; got '1,5' in data row 1"),
+    "decimal comma, bare": ("t,y\n0,1,1,5\n", r"2 cells.*got 4 in data row 1 .*: '0,1,1,5'"),
+    "thousands": ('t,y\n0.1,"1,000"\n', r"as 1234.5; got '1,000' in data row 1 \(line 2"),
+    "null": ("t,y\n0.1,null\n", r"got 'null' in data row 1 .*Leave the cell blank"),
+    "date": ("t,y\n2020-01-01,1\n", r"'t' must .*got '2020-01-01' in data row 1 .*Count ti"),
+    "NUL": ("t,y\n0.1,\0\n", r"'y' must hold plain numbers.*in data row 1"),
     "underscore": ("t,y\n0.1,1_000\n", r"got '1_000' in data row 1"),
     "infinite": ("t,y\n0.1,-inf\n", r"'y' must be finite; got '-inf' in data row 1"),
     "overflow": ("t,y\n0.1,1e999\n", r"'y' must be finite; got '1e999' in data row 1"),
-    "time is text": ("t,y\nnoon,1\n", r"'t' must hold numbers.*got 'noon' in data row 1"),
+    "time is text": ("t,y\nnoon,1\n", r"'t' must .*got 'noon' in data row 1 .*Count time"),
     "time is infinite": ("t,y\ninf,1\n", r"'t' must be finite; got 'inf' in data row 1"),
     "time is blank": ("t,y\n0.1,1\n,2\n", r"'t' must give a time.*got '' in data row 2 \(line 3"),
-    "row of commas": ("t,y\n0.1,1\n,\n", r"'t' must give a time.*data row 2 \(line 3"),
+    "rows of commas": ("t,y\n0.1,1\n" + ",\n" * 9999, r"'t' must give .*row 2 .*Delete a row"),
+    "a comma too many": ("t,y\n0.1,1,\n", r"2 cells.*got 3 in data row 1 .*: '0.1,1,'"),
     "short row": ("t,y\n0.1,1\n0.2\n", r"2 cells.*got 1 in data row 2 \(line 3 .*: '0.2'"),
     "long row": ("t,y\n0.1,1,5\n", r"2 cells.*got 3 in data row 1 \(line 2 .*: '0.1,1,5'"),
     "no rows": ("t,y\n", r"at least one row; got none in .*my.csv"),
@@ -193,9 +212,14 @@ BAD_FILES = {
     "empty": ("", r"column 't' must be in the header of .*; got no header line"),
     "absent": ("t,z\n0.1,1\n", r"column 'y' must be in the header of .*; got 't', 'z'"),
     "semicolons": ("t;y\n0.1;1\n", r"column 't' .*; got 't;y'. Is it separated by something else"),
+    "tabs": ("t\ty\n0.1\t1\n", r"column 't' .*Is it separated by something else"),
+    "no header": ("0.1,1\n0.2,2\n", r"column 't' must be in the header of .*; got '0.1', '1'"),
+    "other case": ("T,Y\n0.1,1\n", r"column 't' must be in the header of .*; got 'T', 'Y'"),
     "named twice": ("t,y,y\n0.1,1,2\n", r"column 'y' must occur once in .*; got 2"),
     "only t0": ("t,y\n0,1\n", r"last time must be after t0 = 0; got '0' in data row 1"),
-    "not UTF-8": ("t,y\n0.1,1\n".encode("utf-16"), r"must be comma-separated UTF-8 text; got"),
+    "UTF-16": ("t,y\n0.1,1\n".encode("utf-16"), r"UTF-8 text; got byte 0xff in line 1. Save it as"),
+    "latin-1": ("t,y,o\n0.1,1,a\n0.2,2,ü\n".encode("latin-1"), r"UTF-8 .*got byte 0xfc in line 3"),
+    "open quote": ('t,y\n0.1,"1\n' + "0.2,1\n" * 25000, r"larger than field.*Is a quotation"),
 }  # fmt: skip
 
 
@@ -206,9 +230,11 @@ def test_bad_files_are_refused_with_row_and_text(name, write):
         read_csv(write(content), dt=0.1)
 
 
-@pytest.mark.parametrize("observed", [[], ["y", "y"]])
+@pytest.mark.parametrize("observed", [[], ["y", "y"], ["y", "t"]])
 def test_observed_names_each_column_once(observed, write):
-    with pytest.raises(ValueError, match=r"observed must name each column once; got \["):
+    with pytest.raises(
+        ValueError, match=r"observed must name each column once, and not 't'; got \["
+    ):
         read_csv(write(HEADER + "0.1,1\n"), dt=0.1, observed=observed)
 
 

@@ -320,3 +320,8 @@ def test_second_look_at_a_point_far_away_that_overflows():
     for n in (1, 3, 6):
         second, _ = look(lambda x: log_p(20 * x), 2, n=n + 3)
         assert len(second.log_weight) == n + 3 + (n + 3) // 3
+
+
+def test_k_hat_of_equal_weights_is_zero():
+    """Those of a perfect q. Kills: the infinite shape of a tail without spread, a flag for it."""
+    assert k_hat(torch.full((1000,), -3.0)) == 0.0

@@ -4,8 +4,22 @@ import math
 
 import pytest
 import torch
-from torch.distributions import Gamma, Independent, MultivariateNormal, Normal, Uniform
+from torch.distributions import (
+    AffineTransform,
+    Beta,
+    Exponential,
+    Gamma,
+    HalfNormal,
+    Independent,
+    LogNormal,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+    TransformedDistribution,
+    Uniform,
+)
 
+from lib.probe import check_declaration
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 
@@ -69,6 +83,60 @@ def test_prior_that_does_not_fit_is_refused(prior, message):
         ou_model(prior)
 
 
+REAL, POSITIVE = (
+    r"must have all of \(-inf, inf\) as its supp",
+    r"must have all of \(0, inf\) as its",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "prior", "message"),
+    [
+        ("pull", LogNormal(0.0, 1.0), rf"prior\['pull'\] {REAL}.*\(0, inf\) from LogNormal"),
+        ("pull", HalfNormal(1.0), rf"prior\['pull'\] {REAL}.*or LogNormal and positive_theta"),
+        ("pull", Exponential(1.0), rf"prior\['pull'\] {REAL}"),
+        ("pull", Uniform(-1.0, 1.0), rf"prior\['pull'\] {REAL}.*\(-1, 1\).*sigmoid\(u\)"),
+        ("noise", Uniform(0.1, 2.0), rf"prior\['noise'\] {POSITIVE}.*\(0.1, 2\) from Uniform"),
+        ("noise", Uniform(0.0, 2.0), rf"prior\['noise'\] {POSITIVE}.*\(0, 2\) from Uniform"),
+        ("noise", Beta(2.0, 2.0), rf"prior\['noise'\] {POSITIVE}.*\(0, 1\) from Beta"),
+        ("noise", Poisson(3.0), rf"prior\['noise'\] {POSITIVE}.*got integers in \(0, inf\)"),
+        ("noise", Normal(3.0, 1.0), r"positive values; got others for \['noise'\]"),
+    ],
+)  # fmt: skip
+def test_prior_that_does_not_reach_the_whole_range_is_refused(name, prior, message):
+    """q goes everywhere, and torch's log density of an exponential law at -1 is a finite number."""
+    priors = {"pull": Normal(0.0, 1.0), "noise": LogNormal(0.0, 1.0), name: prior}
+    with pytest.raises(ValueError, match=message):
+        StateSpaceModel(Pair(), GaussianObservation([[1.0], [0.0]], 1.0), priors, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (LogNormal(torch.zeros(3), 1.0), r"prior must have all of .*ϑ is the log of a positive"),
+        (Independent(Uniform(torch.zeros(3), 1.0), 1), r"prior must have all of .*\(0, 1\)"),
+        (Normal(torch.tensor([0.0, 0.0, 5.0]), torch.tensor([1.0, 1.0, 1000.0])),
+         r"prior must leave θ finite; got inf in 2\d% of the draws of 'theta3'. On a logarithm"),
+    ],
+)  # fmt: skip
+def test_prior_on_the_wrong_scale_is_refused(prior, message):
+    """A prior of θ in place of one of ϑ; and one of log θ so wide that exp overflows."""
+    with pytest.raises(ValueError, match=message):
+        ou_model(prior)
+
+
+def test_prior_of_which_torch_does_not_know_the_support_is_tried_on_draws():
+    """A scaled log-normal, whose support torch takes for the whole line, and a user's own law."""
+
+    class Mine(Gamma):
+        @property
+        def support(self):
+            raise NotImplementedError
+
+    scaled = TransformedDistribution(LogNormal(0.0, 1.0), AffineTransform(0.0, 2.0))
+    ou_model({"theta1": scaled, "theta2": Normal(0.0, 1.0), "theta3": Mine(2.0, 1.0)})
+
+
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
@@ -90,15 +158,40 @@ def test_prior_of_another_type_is_refused(prior, message):
         ((762.0, NAN), r"x0 must be finite; got \[762.0, nan\]"),
         ((763.0, 0.0), r"x0 must be above 0 for the positive states \['S', 'I'\]; got \[763.0, 0"),
         (Normal(torch.zeros(3), 1.0), r"x0 must have .*shape \(2,\).*state_names.*got \(3,\)"),
-        (Uniform(torch.tensor([-2.0, -2.0]), -1.0), r"x0 must be above 0 for the positive states"),
-        ({"S": 762.0}, r"x0 must have exactly the keys \('S', 'I'\); got \('S',\)"),
+        (Normal(torch.tensor([-9.0, -9.0]), 1.0), r"x0 must be above 0 for the positive states"),
+        (Uniform(torch.tensor([700.0, 1.0]), 760.0),
+         r"x0 must have all of \(0, inf\) as its support; got \(700, 760\) from Uniform"),
+        ({"S": 762.0, "I": Uniform(1.0, 9.0)}, r"x0\['I'\] must have all of .*got \(1, 9\)"),
+        ({"S": 762.0}, r"x0 must have exactly the keys \('S', 'I'\); got .*Missing: \['I'\]"),
         ({"S": 762.0, "I": -1.0}, r"x0 must be above 0 for the positive states"),
         ({"S": 762.0, "I": Normal(torch.ones(2), 1.0)}, r"x0\['I'\] must be univariate.*\(2,\)"),
     ],
-)
+)  # fmt: skip
 def test_x0_that_does_not_fit_is_refused(x0, message):
     with pytest.raises(ValueError, match=message):
         sir_model(x0=x0)
+
+
+@pytest.mark.parametrize(
+    ("x0", "message"),
+    [
+        (
+            Gamma(torch.ones(2), 1.0),
+            r"x0 must have all of \(-inf, inf\) as its support; got \(0, inf\)",
+        ),
+        ({"level": Exponential(1.0), "size": 1.0}, r"x0\['level'\] must have all of \(-inf, inf\)"),
+    ],
+)
+def test_x0_of_a_real_state_reaches_the_whole_line(x0, message):
+    prior, observation = (
+        Normal(torch.zeros(2), torch.ones(2)),
+        GaussianObservation(torch.eye(2), 1.0),
+    )
+    with pytest.raises(ValueError, match=message):
+        StateSpaceModel(Pair(), observation, prior, x0)
+    StateSpaceModel(
+        Pair(), observation, prior, {"level": Normal(0.0, 1.0), "size": Gamma(2.0, 1.0)}
+    )
 
 
 @pytest.mark.parametrize("x0", [None, "one", {"S": 762.0, "I": "one"}])
@@ -155,11 +248,17 @@ def test_sigma_that_does_not_fit_is_refused(sigma, error, message):
         ({"positive_state": ("weight",)},
          r"positive_state of Mine must be among state_names \('level', 'size'\); got \['weight'\]"),
         ({"theta_names": (), "positive_theta": ()}, r"at least one parameter"),
+        ({"theta_names": ("size", "noise")}, r"must not share a name; got \['size'\]. Rename one"),
     ],
 )  # fmt: skip
 def test_declaration_that_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         with_sde(**changes)
+
+
+def test_a_matrix_in_place_of_an_observation_is_refused():
+    with pytest.raises(TypeError, match=r"observation must be a GaussianObservation; got \[\["):
+        check_declaration(SIR(), [[0.0], [1.0]])
 
 
 def test_a_class_in_place_of_an_sde_is_refused():
@@ -170,21 +269,38 @@ def test_a_class_in_place_of_an_sde_is_refused():
 
 BAD_DRIFTS = {
     "one component, p = 2": (lambda t, x, theta: x[..., :1],
-                             r"drift must return shape \(..., 2\), here \(72, 2\).*got \(72, 1\)"),
+                             r"drift must return shape \(..., 2\), here \(71, 2\).*got \(71, 1\)"),
     "indexed from the left": (lambda t, x, theta: torch.stack([x[0], x[1]], -1),
                               r"drift must return shape .*got \(2, 2\). Index as x\[..., 0\]"),
     "stacked in front": (lambda t, x, theta: torch.stack([x[..., 0], x[..., 1]]),
-                         r"drift must return shape \(..., 2\), here .*got \(2, 72\)"),
+                         r"drift must return shape \(..., 2\), here .*got \(2, 71\)"),
     "for one simulation only": (lambda t, x, theta: torch.stack([x[:, 0], x[:, 1]], 1),
                                 r"drift must return shape .*\(72, 6, 2\).*x \(72, 6, 2\).*got"),
     "a list": (lambda t, x, theta: [x[..., 0], x[..., 1]], r"drift must return a tensor; got list"),
     "nothing": (lambda t, x, theta: None, r"drift must return a tensor; got NoneType"),
     "an error": (lambda t, x, theta: x @ torch.ones(3, 2),
-                 r"drift of Mine must accept t \(72, 1\), x \(72, 2\), theta \(72, 2\); it raised "
+                 r"drift of Mine must accept t \(71, 1\), x \(71, 2\), theta \(71, 2\); it raised "
                  r"RuntimeError"),
     "a detour": (lambda t, x, theta: torch.tensor(x.numpy()),
                  r"drift of Mine must accept .*it raised RuntimeError: Can't call numpy"),
     "never finite": (lambda t, x, theta: x / 0.0, r"drift must be finite at x0 .*got \[inf, inf\]"),
+    "an array": (lambda t, x, theta: x.detach().numpy(), r"drift must return a tensor; got nda"),
+    "columns": (lambda t, x, theta: x[..., None], r"drift must return shape .*got \(71, 2, 1\)"),
+    "single precision": (lambda t, x, theta: x @ torch.eye(2, dtype=torch.float32),
+                         r"drift of Mine .*same dtype.*make constants with x.new_tensor"),
+    "in place": (lambda t, x, theta: x.mul_(2.0),
+                 r"drift of Mine .*in-place operation. Index .*change no argument in place."),
+    "t as a state": (lambda t, x, theta: torch.stack([t, x[..., 0]], -1),
+                     r"drift of Mine .*got \[71, 1\] at entry 0 and \[71\] at entry 1. Index as x"),
+    "a parameter too many": (lambda t, x, theta: theta[..., 2] * x,
+                             r"drift of Mine .*theta \(71, 2\); it raised IndexError: index 2 is"),
+    "the first draw's θ": (lambda t, x, theta: theta[0] * x,
+                           r"drift must be a function of each draw alone.*Index from the right"),
+    "a mean over draws": (lambda t, x, theta: x - x.mean(0), r"drift must be a function of each"),
+    "noise": (lambda t, x, theta: x + torch.randn_like(x), r"drift must be .*draw no noise in it"),
+    "finite for some θ": (lambda t, x, theta: theta[..., :1].sqrt() * x,
+                          r"drift must be finite at x0 for every θ of ordinary size; got \[nan, "
+                          r"nan\].*theta = \[-.*Is a name missing from positive_theta or positive"),
 }  # fmt: skip
 
 
@@ -210,9 +326,9 @@ def matrix(b11, b12, b21, b22):
 
 BAD_DIFFUSIONS = {
     "a vector": (lambda x: x.square(),
-                 r"diffusion must return shape \(..., 2, 2\), here \(72, 2, 2\).*got \(72, 2\)"),
+                 r"diffusion must return shape \(..., 2, 2\), here \(71, 2, 2\).*got \(71, 2\)"),
     "axes in front": (lambda x: torch.stack([torch.stack([x[..., 0]] * 2)] * 2),
-                      r"diffusion must return shape \(..., 2, 2\), here .*got \(2, 2, 72\). Index"),
+                      r"diffusion must return shape \(..., 2, 2\), here .*got \(2, 2, 71\). Index"),
     "not symmetric": (lambda x: matrix(x[..., 0], 0 * x[..., 0], x[..., 0] * 0.1, x[..., 1]),
                       r"diffusion must be a symmetric matrix β; got \[\["),
     "wrong sign": (lambda x: -torch.diag_embed(x),
@@ -221,6 +337,8 @@ BAD_DIFFUSIONS = {
                           r"diffusion must be a positive definite matrix β"),
     "rank one": (lambda x: matrix(*[x[..., 0]] * 4), r"diffusion must be a positive definite"),
     "zero": (lambda x: 0 * torch.diag_embed(x), r"diffusion must be a positive definite"),
+    "whole numbers": (lambda x: torch.tensor([[2, 1], [1, 2]]),
+                      r"diffusion must return real numbers; got torch.int64. Write 1.0 for 1."),
     "never finite": (lambda x: torch.diag_embed(x) / 0.0, r"diffusion must be finite at x0"),
     "an error": (lambda x: x @ x, r"diffusion of Mine must accept .*it raised RuntimeError"),
 }  # fmt: skip
@@ -253,6 +371,45 @@ def test_diffusion_that_fails_for_some_parameters_only_is_refused():
 def test_factor_that_is_not_that_of_the_diffusion_is_refused(factor):
     with pytest.raises(ValueError, match=r"diffusion_tril must be the lower Cholesky factor of di"):
         with_sde(diffusion_tril=lambda self, t, x, theta: factor(self.diffusion(t, x, theta)))
+
+
+@pytest.mark.parametrize(
+    ("free", "message"),
+    [
+        ((0.0, 1.0), r"State 'level' has no noise of its own: add a small variance"),
+        ((1.0, 0.0), r"State 'size' has no noise of its own beside that of \('level',\): add a sm"),
+    ],
+)
+def test_a_state_without_noise_is_named(free, message):
+    def diffusion(self, t, x, theta):
+        return theta[..., 1:, None] * torch.tensor(free).diag()
+
+    with pytest.raises(ValueError, match=message):
+        with_sde(diffusion=diffusion)
+
+
+def test_a_state_whose_noise_is_that_of_others_is_named():
+    def diffusion(self, t, x, theta):
+        root = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [1.5, 1.0, 0.0]])
+        return theta[..., 1:, None] * (root @ root.mT)
+
+    sde = type(
+        "Three", (Pair,), {"state_names": ("level", "size", "sum"), "diffusion": diffusion}
+    )()
+    prior = Normal(torch.zeros(2), torch.ones(2))
+    with pytest.raises(ValueError, match=r"State 'sum' has no noise .* \('level', 'size'\)"):
+        StateSpaceModel(sde, GaussianObservation(torch.eye(3), 1.0), prior, torch.ones(3))
+
+
+def test_a_drift_that_is_infinite_at_time_0_is_accepted():
+    """A fit may start later: kills a demand that the drift be finite at every time tried."""
+    with_sde(drift=lambda self, t, x, theta: theta[..., :1] * x / t)
+
+
+def test_constants_in_single_precision_are_accepted():
+    """What a user's torch.tensor(0.5) and torch.eye(2) are."""
+    half, unit = torch.tensor(0.5, dtype=torch.float32), torch.eye(2, dtype=torch.float32)
+    with_sde(drift=lambda self, t, x, theta: half * x, diffusion=lambda self, t, x, theta: unit)
 
 
 def test_an_unwritten_drift_is_named():

@@ -100,6 +100,16 @@ def test_weights_are_those_of_the_mixture_that_drew(monkeypatch) -> None:
     assert not any(part.requires_grad for part in pool)
 
 
+def test_chunks_are_small_where_paths_are_long(monkeypatch) -> None:
+    """Kills: memory that grows with N, and a chunk of nothing."""
+    module, (_, q, _) = sys.modules["lib.elbo"], untrained()
+    assert module.chunk_size(q) == 500
+    monkeypatch.setattr(module, "CHUNK_VALUES", 7 * q.loc0.numel() + 1)
+    assert module.chunk_size(q) == 7
+    monkeypatch.setattr(module, "CHUNK_VALUES", 1)
+    assert module.chunk_size(q) == 1
+
+
 def test_weights_average_to_the_evidence() -> None:
     """Kills shares of the mixture that are not those of the draws."""
     model, q, grid = narrowed()
@@ -114,7 +124,7 @@ def test_weights_average_to_the_evidence() -> None:
 class Exploding(lib.OrnsteinUhlenbeck):
     """The drift is ``value`` at the largest of θ1."""
 
-    value = math.nan
+    value = 0.0
 
     def drift(self, t, x, theta):
         return torch.where(theta[..., :1] > 2.5, self.value, super().drift(t, x, theta))
@@ -128,8 +138,8 @@ def test_a_draw_without_a_density_has_no_weight(monkeypatch, value: float) -> No
     """
     _, q, grid = narrowed()
     sound, generator = ou()[0], torch.Generator()
-    monkeypatch.setattr(Exploding, "value", value)
     model = lib.StateSpaceModel(Exploding(), sound.observation, Normal(torch.zeros(3), 0.5), [2.0])
+    monkeypatch.setattr(Exploding, "value", value)  # after the door, which would refuse it
     vartheta, _, log_weight = refit.draw_pool(model, q, grid, 2000, generator.manual_seed(0))
     dead = vartheta[:, 0] > math.log(2.5)
     assert 20 < dead.sum() < 500

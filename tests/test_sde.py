@@ -28,8 +28,7 @@ class Seasonal(SDE):
 SDES = {
     "ou": (OrnsteinUhlenbeck(), lambda batch: torch.rand(*batch, 1) * 10),
     "sir": (SIR(), lambda batch: torch.rand(*batch, 2) * 300 + 20),
-    "three": (Seasonal(3), lambda batch: torch.randn(*batch, 3)),
-    "five": (Seasonal(5), lambda batch: torch.randn(*batch, 5)),
+    **{f"p = {p}": (Seasonal(p), lambda batch, p=p: torch.randn(*batch, p)) for p in range(1, 6)},
 }
 
 

@@ -142,13 +142,79 @@ def test_if_every_draw_explodes_the_start_is_the_priors_median():
     torch.testing.assert_close(start.vartheta, median)
 
 
-def test_random_x0_starts_at_its_median():
+def test_a_very_wide_prior_still_starts_where_steps_are_finite():
+    """Kills a spread of e^30 for a positive θ; that of a real one keeps its unit."""
+    model = lib.StateSpaceModel(
+        lib.OrnsteinUhlenbeck(),
+        lib.GaussianObservation([[1.0]], 1.0),
+        Normal(torch.zeros(3), torch.tensor([300.0, 5000.0, 300.0])),
+        x0=[20.0],
+    )
+    data = lib.Observations(torch.arange(1, 31) * 0.1, 20 - torch.arange(1, 31) * 0.1, 0.1)
+    start = find_start(model, data.grid(), seed=0)
+    assert all(part.isfinite().all() for part in start)
+    torch.testing.assert_close(start.vartheta_sd[[0, 2]], torch.full((2,), 3.0))
+    assert 400 < start.vartheta_sd[1] < 600
+
+
+def test_a_rare_draw_outside_the_parameters_range_is_dropped():
+    """log of a negative draw of N(4.2, 1) is NaN. Kills a quantile that becomes NaN too."""
+    prior = {"theta1": Normal(4.2, 1.0), "theta2": Normal(0.0, 1.0), "theta3": LogNormal(0.0, 1.0)}
+    observation = lib.GaussianObservation([[1.0]], 1.0)
+    model = lib.StateSpaceModel(lib.OrnsteinUhlenbeck(), observation, prior, x0=[5.0])
+    seed = next(s for s in range(999) if model.sample_prior(NUM_DRAWS, s).isnan().any())
+    start = find_start(model, lib.Observations([0.1, 0.2], [5.0, 4.0], 0.1).grid(), seed)
+    assert all(part.isfinite().all() for part in start)
+
+
+class Tank(lib.SDE):
+    """The noise of a level x in a tank of height 10 vanishes at the rim."""
+
+    state_names, theta_names, positive_theta = ("x",), ("rate", "noise"), ("rate", "noise")
+
+    def drift(self, t, x, theta):
+        return theta[..., :1] * torch.ones_like(x)
+
+    def diffusion(self, t, x, theta):
+        return (theta[..., 1:] * (10 - x))[..., None]
+
+
+def test_diffusion_that_fails_along_the_data_is_refused():
+    """It holds at x_0. Kills a fit that skips 50 steps and then says log_transition."""
+    observation = lib.GaussianObservation([[1.0]], 0.5)
+    model = lib.StateSpaceModel(Tank(), observation, Normal(torch.zeros(2), 1.0), x0=[1.0])
+    data = lib.Observations([0.1, 0.2, 0.3, 0.4], [4.0, 9.0, 12.0, 10.5], 0.1)
+    message = (
+        r"diffusion must be positive definite on a path .* t = \[0.3\d*\], x = \[12.0\], .* 1 of 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        find_start(model, data.grid(), seed=0)
+    # At the rim itself β = 0, and the last state needs none.
+    inside = lib.Observations([0.1, 0.2, 0.3, 0.4], [4.0, 9.0, 10.0, 10.5], 0.1)
+    assert find_start(model, inside.grid(), seed=0).path[-1] == 10.5
+
+
+def test_the_number_in_a_missing_cell_does_not_matter():
+    model, grid = sir(days=5)
+    stuffed = grid._replace(y=torch.where(grid.observed > 0, grid.y, 1e30))
+    for a, b in zip(find_start(model, grid, 0), find_start(model, stuffed, 0), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_counts_of_zero_start_above_zero():
+    """Kills log 0 in the inverse softplus, and β = 0 where everyone is well."""
+    model, grid = sir(days=3)
+    start = find_start(model, grid._replace(y=torch.zeros_like(grid.y)), seed=0)
+    assert all(part.isfinite().all() for part in start)
+    assert (start.path > 0).all() and (start.path_sd > 0).all()
+
+
+def test_random_positive_x0_starts_inside():
+    """Kills: an x_0 whose logarithm is taken for itself."""
     model, grid = sir({"S": 762.0, "I": LogNormal(1.0, 0.5)}, days=5)
     start = find_start(model, grid, seed=0)
     assert all(part.isfinite().all() for part in start) and (start.path > 0).all()
-    infected = float(model.sample_x0(NUM_DRAWS, seed=0)[:, 1].median())
-    drifted = drift_only(start.vartheta, 50, infected)
-    torch.testing.assert_close(start.path[:, 0], drifted[:, 0])
+    assert start.path[0, 0] == 762.0
     # I is observed from day 1 on only: before it the line is flat, not tied to x_0.
     torch.testing.assert_close(start.path[:11, 1], torch.full((11,), float(grid.y[10, 0])))
 
@@ -168,3 +234,30 @@ def test_start_repeats_and_leaves_the_global_generator_alone():
     first, again = (find_start(model, grid, seed=3) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_what_is_unknown_of_x0_is_fitted():
+    """Data from x_0 = 3 where the prior's median is 0. Kills: x_0 held at its median.
+
+    The parameter would then make up for it: a rate near 40 in place of 1.
+    """
+
+    class Decay(lib.SDE):
+        state_names, theta_names = ("x", "size"), ("rate",)
+        positive_theta, positive_state = ("rate",), ("size",)
+
+        def drift(self, t, x, theta):
+            return torch.stack([theta[..., 0] * (1 - x[..., 0]), -0.5 * x[..., 1]], -1)
+
+        def diffusion(self, t, x, theta):
+            return 0.01 * torch.eye(2).expand(*x.shape[:-1], 2, 2)
+
+    t = 0.1 * torch.arange(1, 31)
+    y = torch.stack([1 + 2 * 0.9 ** torch.arange(1, 31), 5 * 0.95 ** torch.arange(1, 31)], -1)
+    x0 = {"x": Normal(0.0, 2.0), "size": LogNormal(0.0, 1.0)}
+    model = lib.StateSpaceModel(
+        Decay(), lib.GaussianObservation(torch.eye(2), 0.1), {"rate": LogNormal(0.0, 1.0)}, x0
+    )
+    start = find_start(model, lib.Observations(t, y, dt=0.1).grid(), seed=0)
+    assert model.to_theta(start.vartheta).item() == pytest.approx(1.0, rel=0.05)
+    assert start.path[0].tolist() == pytest.approx([3.0, 5.0], rel=0.15)

@@ -1,5 +1,6 @@
 """The optimiser: steps that must not count, schedules, the verdict, fits with a known answer."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
 from lib.schedule import refit_steps
 from lib.start import find_start
+from lib.step import CLIP_NORM
 
 QUICK = lib.FitConfig(num_steps=10, num_samples=4, log_every=5, refits=0)
 
@@ -93,7 +95,7 @@ def test_step_clips_the_global_norm():
     optimizer = torch.optim.Adam([weight], lr=0.0, fused=True)
     step = train.make_step(lambda noise, alpha: (1e6 * weight.sum(), torch.zeros(())), [optimizer])
     step(Noise(torch.zeros(1, 1), torch.zeros(1, 1, 1)), torch.tensor(1.0))
-    assert weight.grad.norm().item() == pytest.approx(train.CLIP_NORM, rel=1e-5)
+    assert weight.grad.norm().item() == pytest.approx(CLIP_NORM, rel=1e-5)
 
 
 def test_schedule_warms_up_and_decays_to_nothing():
@@ -432,6 +434,33 @@ def test_the_real_refit_ends_a_run_and_leaves_the_path(monkeypatch, steps):
     assert fit.history.elbo.tolist() == plain.history.elbo.tolist()
 
 
+def test_a_resumed_run_has_the_schedule_of_a_fresh_one(monkeypatch, steps):
+    """Kills rates that go on from the decayed one, an α of the end, refits counted from step 1."""
+    refit = Refit(monkeypatch, steps)
+    config = lib.FitConfig(num_steps=20, num_samples=4, refits=2, tempering=3.0)
+    fit = lib.fit(*ou(), config, device="cpu", progress=False)
+    fit = lib.fit(*ou(), config, device="cpu", progress=False, resume=fit)
+    assert refit.at == [16, 20, 36, 40]
+    for given in ("rate", "theta_rate", "alpha"):
+        first, second = (
+            [getattr(step, given) for step in part] for part in (steps[:20], steps[20:])
+        )
+        assert first == second
+    pairs = zip(steps[:20], steps[20:], strict=True)
+    assert not any(one.noise.path.equal(other.noise.path) for one, other in pairs)
+    assert fit.history.seconds.tolist() == [0.0] * 16 + [1.0] * 3 + [2.0] * 17 + [3.0] * 3 + [4.0]
+
+
+def test_a_resumed_run_that_stops_says_at_which_step_of_all():
+    config = lib.FitConfig(num_steps=10, num_samples=4, log_every=10, refits=0)
+    fit = lib.fit(*broken(11, 1000), config, device="cpu", progress=False)
+    assert len(fit.history.step) == 10 and np.isfinite(fit.history.elbo).all()
+    config = replace(config, num_steps=300)
+    fit = lib.fit(*broken(11, 1000), config, device="cpu", progress=False, resume=fit)
+    assert fit.reason.startswith("stopped at step 70: 50 steps in a row")
+    assert fit.history.step[-1] == 70 and not fit.converged
+
+
 def test_progress_bar_shows_only_when_asked(capsys):
     model, data = ou()
     lib.fit(model, data, QUICK, device="cpu", progress=False)
@@ -440,6 +469,35 @@ def test_progress_bar_shows_only_when_asked(capsys):
     out, err = capsys.readouterr()
     assert out == "" and "10/10" in err
     assert f"ELBO {fit.history.elbo[5:].mean():.2f}" in err
+    lib.fit(model, data, QUICK, device="cpu", progress=False, resume=fit)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_progress_bar_tells_of_the_start_the_steps_and_the_refits(monkeypatch, capsys):
+    """Kills a bar that comes after the start, is silent at a refit, or is one of several."""
+    seen, stages = [], {"find_start": find_start, "refit_theta": lambda *_: None}
+
+    def watched(name):
+        def stage(*args):
+            seen.append(capsys.readouterr().err)
+            return stages[name](*args)
+
+        return stage
+
+    for name in stages:
+        monkeypatch.setattr(train, name, watched(name))
+    config = replace(QUICK, refits=2)
+    lib.fit(*ou(), config, device="cpu", progress=True)
+    end = capsys.readouterr().err
+    start, middle, last = seen
+    assert re.fullmatch(r"\rfit: start: +0%[^\r]*0/10[^\r]*", start)
+    assert re.search(
+        r"\rfit: +50%[^\r]*5/10 \[\d\d:\d\d<\d\d:\d\d, [^\r]*ELBO -\d+\.\d\d\]", middle
+    )
+    assert re.search(r"\rfit: refit: +50%[^\r]*5/10[^\r]*$", middle)
+    assert re.match(r" *\rfit: +50%", last) and re.search(r"\rfit: refit: 100%[^\r]*$", last)
+    assert re.search(r"\rfit: 100%[^\r]*10/10 \[[^\r]*ELBO -\d+\.\d\d\] *\n$", end)
+    assert (start + middle + last + end).count("\n") == 1
 
 
 def test_refusals():
