@@ -51,8 +51,9 @@ class IAF(nn.Module):
     def __init__(self, size: int, hidden: Sequence[int]) -> None:
         super().__init__()
         degrees = [torch.arange(1, size + 1)]
-        # Degree 0 (a unit that sees nothing) keeps the network alive when d = 1.
-        degrees += [torch.arange(width) % max(size, 1) for width in hidden]
+        # Of one parameter s and μ are constants: units that see nothing would only multiply the
+        # learning rate of theirs, until training breaks.
+        degrees += [torch.arange(width) % size for width in hidden if size > 1]
         layers: list[nn.Module] = []
         for below, above in zip(degrees[:-1], degrees[1:], strict=True):
             layers += [MaskedLinear((above[:, None] >= below).float()), nn.ReLU()]
@@ -99,7 +100,7 @@ class IAF(nn.Module):
     def _slopes(self, hidden: list[Tensor]) -> Float[Tensor, "mc out theta"]:
         """Jacobian of the network's outputs by z, from the hidden layers."""
         *lower, last = (layer for layer in self.network if isinstance(layer, MaskedLinear))
-        rows = last.masked()
+        rows = last.masked()[None]
         for layer, h in zip(reversed(lower), reversed(hidden), strict=True):
             rows = (rows * h.sign()[:, None]) @ layer.masked()
         return rows

@@ -323,3 +323,38 @@ def test_a_reader_with_torchs_own_default_type_can_fit(dtype: str) -> None:
     draws = lib.fit(model, obs, config, device="cpu", progress=False).draws(100)
     assert draws.x.dtype == torch.float64 and (draws.x > 0).all()
     assert draws.log_weight.isfinite().all()
+
+
+class Pull(lib.SDE):
+    """dX = −θX dt + dW: one parameter."""
+
+    state_names, theta_names, positive_theta = ("x",), ("rate",), ("rate",)
+
+    def drift(self, t, x, theta):
+        return -theta * x
+
+    def diffusion(self, t, x, theta):
+        return torch.ones_like(x)[..., None]
+
+
+def test_one_parameter_is_fitted():
+    """The whole default of training. Kills: units that see nothing, by which training explodes.
+
+    The evidence is a sum over log θ of that of the forward filter.
+    """
+    t = 0.1 * torch.arange(1, 41)
+    y = 2 * (-t).exp() + 0.3 * (7 * t).sin()
+    model = lib.StateSpaceModel(
+        Pull(), lib.GaussianObservation([[1.0]], 0.5), Normal(torch.zeros(1), 1.0), [2.0]
+    )
+    config = lib.FitConfig(num_steps=600, refits=0)
+    fit = lib.fit(model, lib.Observations(t, y, dt=0.1), config, progress=False)
+    assert torch.tensor(fit.history.elbo).isfinite().all()
+    points = torch.linspace(-6.0, 6.0, 2001)
+    theta = torch.stack([points.exp(), torch.zeros(2001), torch.ones(2001)], -1)
+    found = lib.forward_filter(y, lib.ou_transition(theta, 0.1, exact=False), 2.0, 0.0, 0.25)
+    terms = found.log_likelihood + Normal(0.0, 1.0).log_prob(points)
+    evidence = torch.logsumexp(terms, 0) + math.log(12 / 2000)
+    report = fit.diagnostics(5000)
+    assert -4 * report.elbo_se < float(evidence) - report.elbo < 0.1
+    assert report.log_evidence == pytest.approx(float(evidence), abs=0.05)

@@ -10,6 +10,7 @@ import pytest
 from run import ROOT, select
 
 STUDY = ["01_ornstein_uhlenbeck", "02_sir_boarding_school", "03_comparison_with_mh"]
+STUDY.append("04_your_own_model")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # A slash-led path of two or more parts, or a drive letter; not a URL, not a fraction.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/\\<}])/[A-Za-z][\w.-]*/[\w.-]|\b[A-Z]:\\\w")

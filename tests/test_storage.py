@@ -246,6 +246,7 @@ def two_normals(share: float) -> MixtureSameFamily:
 
 MOVED = lib.Observations(DATA.times - 1, DATA.y, 0.1, t0=-1.0)
 LONGER = lib.Observations([0.2, 0.4, 1.1], DATA.y, 0.1)
+MIRRORED = torch.tensor(-18.0 + 0.2 * math.sin(1.0), dtype=torch.float64)
 HALF = lib.Observations(DATA.times, torch.cat([DATA.y, DATA.y * torch.nan], 1), 0.1)
 SEEN = lib.Observations(DATA.times, [[19.0], [18.7], [0.0]], 0.1)
 PAIRS = {
@@ -265,7 +266,7 @@ PAIRS = {
     "x0 density, the same at 1": (
         ou(x0={"x": Normal(20.0, 1.0)}), ou(x0={"x": Normal(-18.0, 1.0)})),
     "x0 density, the same at the point next to 1": (
-        ou(x0={"x": Normal(20.0, 1.0)}), ou(x0={"x": Normal(-18.0 + 0.2 * math.sin(1), 1.0)})),
+        ou(x0={"x": Normal(20.0, 1.0)}), ou(x0={"x": Normal(MIRRORED, 1.0)})),
     "x0 density, narrow": (
         sir(x0={"S": 762.0, "I": LogNormal(3.0, 0.01)}),
         sir(x0={"S": 762.0, "I": LogNormal(3.0, 0.011)})),
