@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.diagnostics import gap_limit
-from lib.result import FitResult, identity
+from lib.result import FitResult
+from lib.storage import difference, identity
 
 SHIFT_LIMIT = 0.25
 QUARTILES = (0.25, 0.5, 0.75)
@@ -79,9 +80,8 @@ def compare_fits(fits: Sequence[FitResult], n: int = 10_000, seed: int = 0) -> A
         raise ValueError(f"fits must be two or more of one model and data; got {len(fits)}.")
     first = identity(fits[0].model, fits[0].observations)
     for i, fit in enumerate(fits):
-        if (other := identity(fit.model, fit.observations)) != first:
-            (key, *_) = (k for k in first if other[k] != first[k])
-            raise ValueError(f"fits must be of one model and data; got another {key} in fit {i}.")
+        if differs := difference(first, identity(fit.model, fit.observations)):
+            raise ValueError(f"fits must be of one model and data; fit {i} has another {differs}.")
     draws = [fit.draws(n, seed + i) for i, fit in enumerate(fits)]
     log_weight, vartheta = (
         torch.stack(part) for part in zip(*((d.log_weight, d.vartheta) for d in draws), strict=True)

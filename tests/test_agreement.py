@@ -79,7 +79,7 @@ def test_compare_fits_draws_from_each_and_refuses_strangers():
     assert result.elbo[1] == pytest.approx(fits[1].draws(800, 4).log_weight.mean().item())
     assert result.shift.shape == (3,) and result.verdict.startswith("2 fits ")
     other = replace(fits[1], observations=lib.Observations(data.times, data.y + 1, 0.1))
-    with pytest.raises(ValueError, match="one model and data; got another y in fit 1"):
+    with pytest.raises(ValueError, match="one model and data; fit 1 has another y"):
         compare_fits([fits[0], other])
     with pytest.raises(ValueError, match="two or more of one model and data; got 1"):
         compare_fits(fits[:1])

@@ -69,7 +69,7 @@ PICTURE = {
         "tables",
         "widened",
     },
-    "agreement": {"diagnostics", "result"},
+    "agreement": {"diagnostics", "result", "storage"},
     "independence": {"diagnostics", "result"},
     "step": {"muon", "network", "posterior"},
     "train": {
