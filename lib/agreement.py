@@ -76,6 +76,8 @@ def compare_fits(fits: Sequence[FitResult], n: int = 10_000, seed: int = 0) -> A
     Raises:
         ValueError: If there are fewer than two fits, or they are not of one model and data.
     """
+    if not isinstance(fits, Sequence):
+        raise TypeError(f"fits must be a list of fits; got {type(fits).__name__}.")
     if len(fits) < 2:
         raise ValueError(f"fits must be two or more of one model and data; got {len(fits)}.")
     first = identity(fits[0].model, fits[0].observations)

@@ -62,6 +62,12 @@ class Observations:
         self.dt, self.t0 = float(dt), float(t0)
         self.names = tuple(names) or tuple(f"y{j}" for j in range(raw_y.shape[1]))
 
+    def __repr__(self) -> str:
+        return (
+            f"Observations({', '.join(self.names)}; {len(self.y)} rows to t = {self.times[-1]:g}, "
+            f"{self.num_steps} steps of {self.dt:g} from {self.t0:g})"
+        )
+
     @property
     def num_steps(self) -> int:
         """Number N of grid steps, up to the last row."""

@@ -29,6 +29,7 @@ from lib.plots_parts import (
 from lib.result import Draws, FitResult, Forecast
 
 MARKS = (".", "^", "s", "D")  # of the observed components that share a panel
+FEWEST_DRAWS = 20
 AVERAGED = 50  # steps, at most, of an ELBO's smooth line
 
 
@@ -151,8 +152,15 @@ def weigh(draws: Draws) -> Weighing:
     return Weighing(psis_weights(draws.log_weight), "weighted")
 
 
-def check_draws(fit: FitResult, draws: Draws) -> None:
-    """Refuse draws of another model or grid."""
+def check_draws(fit: object, draws: object) -> None:
+    """Refuse what is no draws of this fit's model and grid, and too few for a density."""
+    if not (hasattr(fit, "observations") and hasattr(draws, "log_weight")):
+        raise TypeError(
+            f"fit must be a FitResult and draws its Draws; got {type(fit).__name__} and "
+            f"{type(draws).__name__}. Take fit.draws(4000)."
+        )
+    if len(draws.x) < FEWEST_DRAWS:
+        raise ValueError(f"draws must be {FEWEST_DRAWS} or more; got {len(draws.x)}.")
     expected = (fit.observations.num_steps + 1, fit.model.num_states), (fit.model.num_theta,)
     found = tuple(draws.x.shape[1:]), tuple(draws.vartheta.shape[1:])
     if found != expected:

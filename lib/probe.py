@@ -36,7 +36,8 @@ def parse_sigma(sigma: object, num_observed: int) -> Callable | tuple[str | floa
     entries = tuple(sigma) if several else (sigma,)
     if several and len(entries) != num_observed:
         raise ValueError(
-            f"sigma must have one entry for each column of F, {num_observed}; got {len(entries)}."
+            f"sigma must have one entry for each column of F, {num_observed}; got {len(entries)}. "
+            "F has a row for each state, a column for each observed component: is it transposed?"
         )
     return tuple(entry if isinstance(entry, str) else _positive(entry) for entry in entries)
 
@@ -94,7 +95,12 @@ def check_names(
     if F.shape[0] != len(state_names):
         raise ValueError(
             f"F must have one row for each of state_names {state_names}, ({len(state_names)}, "
-            f"{F.shape[1]}); got {tuple(F.shape)}."
+            f"{F.shape[1]}); got {tuple(F.shape)}. Is it transposed?"
+        )
+    if blind := (F == 0).all(0).nonzero()[:, 0].tolist():
+        raise ValueError(
+            f"each column of F must see a state; got zeros only in column {blind[0] + 1} of "
+            f"{F.tolist()}. F has a row for each state, a column for each observed component."
         )
     if both := [name for name in state_names if name in positive]:
         raise ValueError(f"a state and a parameter must not share a name; got {both}. Rename one.")
@@ -204,6 +210,20 @@ def check_prior(
         raise ValueError(
             f"prior must give a finite log density for each draw, shape ({len(vartheta)},); got "
             f"{tuple(log_prior.shape)}, {log_prior.flatten()[:3].tolist()}."
+        )
+
+
+def check_theta(theta: object, names: tuple[str, ...], positive: Tensor) -> None:
+    """θ to simulate from: a row a path, an entry a parameter, on the natural scale."""
+    rule = f"theta must be a tensor (n, {len(names)}), a row for each path of {names}"
+    if not isinstance(theta, Tensor):
+        raise TypeError(f"{rule}; got {type(theta).__name__}.")
+    if theta.ndim != 2 or theta.shape[1] != len(names):
+        raise ValueError(f"{rule}; got {tuple(theta.shape)}.")
+    if not (theta[:, positive] > 0).all():
+        signed = [name for name, flag in zip(names, positive.tolist(), strict=True) if flag]
+        raise ValueError(
+            f"theta must be on the natural scale, positive for {signed}; got {theta[0].tolist()}."
         )
 
 

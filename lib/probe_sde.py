@@ -150,4 +150,15 @@ def _call(sde: SDE, name: str, arguments: tuple[Tensor, ...], tail: tuple[int, .
             f"{name} must return shape (..., {', '.join(map(str, tail))}), here {batch + tail} for "
             f"{sizes}; got {shape}. {HINTS[name]}"
         )
+    if not value.requires_grad and _differs(value, batch, tail):
+        raise ValueError(
+            f"{name} must be differentiable by x and theta; got values without a gradient that "
+            "differ between draws. Leave out detach, no_grad, item and numpy."
+        )
     return value.detach().to(x.dtype).expand(batch + tail)
+
+
+def _differs(value: Tensor, batch: tuple[int, ...], tail: tuple[int, ...]) -> bool:
+    """Whether two draws have different values: then it depends on x or θ, and not on t alone."""
+    whole = value.expand(batch + tail)
+    return bool((whole != whole[:1]).any())

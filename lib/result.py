@@ -51,7 +51,7 @@ class Forecast(NamedTuple):
     alive: float
 
 
-@dataclass
+@dataclass(repr=False)
 class FitResult:
     """A fitted posterior q(ϑ, x), its history, and whether the run converged and why."""
 
@@ -64,6 +64,10 @@ class FitResult:
     reason: str
     seed: int
     device: str
+
+    def __repr__(self) -> str:
+        names, steps = ", ".join(self.model.theta_names), len(self.history.step)
+        return f"FitResult({names}; {steps} steps, seed {self.seed}; {self.reason})"
 
     @cached_property
     def _exact_q(self) -> VariationalPosterior:
@@ -89,7 +93,10 @@ class FitResult:
         _check_count(n, 2)
         draws = self.draws(n, seed)
         size = draws.x.shape[-1] * (draws.x.shape[-2] - 1)
-        second = self._second_look(draws, -(-n // 3), seed)
+        try:
+            second = self._second_look(draws, -(-n // 3), seed)
+        except torch.linalg.LinAlgError:  # q(ϑ) is ruined: its draws have no covariance
+            second = None
         return diagnose(draws.log_weight, size, self.converged, self.reason, second)
 
     @torch.no_grad()
@@ -123,7 +130,7 @@ class FitResult:
     @torch.no_grad()
     def forecast(self, steps: int, n: int, seed: int = 0) -> Forecast:
         """Euler-Maruyama paths of the next ``steps`` grid steps after the data's end."""
-        _check_count(steps)
+        _check_count(steps, name="steps")
         draws, obs = self.draws(n, seed), self.observations
         generator = torch.Generator().manual_seed(seed + 1)
         noise = torch.randn(n, steps, draws.x.shape[-1], generator=generator, dtype=draws.x.dtype)
@@ -160,7 +167,7 @@ class FitResult:
         """
         _check_count(n, 2)
         model, draws, report = self.model, self.draws(n, seed), self.diagnostics(n, seed)
-        own = {"converged": self.converged, "reason": self.reason, "seed": self.seed}
+        own = {"converged": self.converged, "reason": self.reason, "seed": self.seed, "draws": n}
         tables = {
             "parameters": theta_table(model.theta_names, draws).reset_index(),
             "paths": path_table(model.state_names, self.observations.grid().t, draws),
@@ -210,6 +217,6 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
     return FitResult(model, observations, q, family, history, *saved["verdict"])
 
 
-def _check_count(n: int, least: int = 1) -> None:
+def _check_count(n: int, least: int = 1, name: str = "n") -> None:
     if not isinstance(n, int) or n < least:
-        raise ValueError(f"a count must be a whole number, {least} or more; got {n!r}.")
+        raise ValueError(f"{name} must be a whole number, {least} or more; got {n!r}.")

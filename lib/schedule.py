@@ -25,8 +25,12 @@ def refit_steps(rounds: int, num_steps: int) -> list[int]:
     return [round(num_steps * share) for share in shares if share > 0]
 
 
-def judge(trace: np.ndarray, tolerance: float) -> tuple[bool, str]:
+def judge(
+    trace: np.ndarray, tolerance: float, before: np.ndarray | None = None
+) -> tuple[bool, str]:
     """Converged: in the last fifth no step was skipped and the ELBO did not move.
+
+    A run that went on from another must not end lower than that one did (its trace: ``before``).
 
     Its fitted straight line moves by at most ``tolerance`` nats, or by less than two of its
     standard errors. Standard errors alone would never pass a good fit: as the learning rate falls
@@ -47,6 +51,14 @@ def judge(trace: np.ndarray, tolerance: float) -> tuple[bool, str]:
             f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
             f"over the last fifth, more than {tolerance:.2f}"
         )
+    lost = np.nanmean(before[-len(last) :]) - last.mean() if before is not None else 0.0
+    if lost > tolerance:
+        return False, (
+            f"not converged: the ELBO is {lost:.2f} nats below that of the fit that it went on "
+            "from; take more steps or a smaller learning_rate"
+        )
+    noise = "" if abs(slope) * len(last) <= tolerance else ", within two standard errors"
     return True, (
-        f"converged: the ELBO moves by {slope * len(last):+.3f} nats over the last fifth of the run"
+        f"converged: the ELBO moves by {slope * len(last):+.3f} nats over the last fifth of the "
+        f"run{noise}"
     )

@@ -23,6 +23,7 @@ from lib.probe import (
     check_names,
     check_prior,
     check_sigma,
+    check_theta,
     check_x0,
     parse_matrix,
     parse_sigma,
@@ -159,6 +160,10 @@ class StateSpaceModel(Movable):
         check_sigma(self.observation.scale, self.named(theta[:, None]), self.num_observed)
         check_sde(self.sde, theta, x0)
 
+    def __repr__(self) -> str:
+        names = ", ".join(self.state_names), ", ".join(self.theta_names)
+        return f"StateSpaceModel({type(self.sde).__name__}; states {names[0]}; θ {names[1]})"
+
     @property
     def num_theta(self) -> int:
         """Number d of parameters."""
@@ -253,6 +258,7 @@ class StateSpaceModel(Movable):
         t0: float | int = 0.0,
     ) -> SimulatedPaths:
         """One path of the Euler model for each row of θ (prior or posterior draws)."""
+        check_theta(theta, self.theta_names, self.positive_theta)
         with seeded("paths", seed):
             noise = torch.randn(len(theta), num_steps, self.num_states, dtype=torch.float64)
         x0 = self.sample_x0(len(theta), seed).to(theta)

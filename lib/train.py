@@ -27,6 +27,7 @@ from lib.step import make_optimizers, make_step, set_rates
 from lib.storage import difference, identity, rebuild
 
 MAX_SKIPPED = 50
+OPTIONAL = ("config", "resume")
 SEED_STRIDE = 1_000_003
 
 
@@ -57,6 +58,7 @@ def fit(
             another model, other data or another family.
     """
     device = choose_device(device)
+    _check_kinds(model, observations, config, seed, resume)
     if observations.y.shape[1] != model.num_observed:
         raise ValueError(
             f"F has {model.num_observed} columns, so the data need as many observed columns; "
@@ -76,10 +78,31 @@ def fit(
         history, stopped = run.train(seed, clock)
     # A fifth of the gap that the trust report allows.
     tolerance = 0.2 * gap_limit(model.num_states * observations.num_steps)
-    verdict = (False, stopped) if stopped else judge(history.elbo, tolerance)
+    before = None if resume is None else resume.history.elbo
+    verdict = (False, stopped) if stopped else judge(history.elbo, tolerance, before)
     history = history if resume is None else resume.history.then(history)
     q.cpu().requires_grad_(False)
     return FitResult(model, observations, q, config.family, history, *verdict, seed, device)
+
+
+def _check_kinds(
+    model: object, observations: object, config: object, seed: object, resume: object
+) -> None:
+    """Each argument is of its kind, before one of them fails far inside."""
+    kinds = (
+        ("model", model, StateSpaceModel),
+        ("observations", observations, Observations),
+        ("config", config, FitConfig),
+        ("resume", resume, FitResult),
+        ("seed", seed, int),
+    )
+    hints = {"observations": "Read a file with lib.read_csv.", "resume": "Read one with load_fit."}
+    for name, value, kind in kinds:
+        if not (name in OPTIONAL and value is None) and not isinstance(value, kind):
+            wanted, got = kind.__name__, type(value).__name__
+            raise TypeError(
+                f"{name} must have type {wanted}; got {got}. {hints.get(name, '')}".rstrip()
+            )
 
 
 def _check_resume(

@@ -425,3 +425,10 @@ def test_views_tell_picks_from_mixtures():
     assert [view.label for view in panels] == ["a", "b", "F'x, none", "F'x, sum"]
     assert [view.readings for view in panels] == [((1, 3.0),), (), ((0, 1.0),), ((2, 1.0),)]
     assert [view.weights.tolist() for view in panels[2:]] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("figure", [plots.paths, plots.parameters, plots.pairs])
+def test_too_few_draws_for_a_density_are_refused(figure):
+    fit = fit_of(1, 3)
+    with pytest.raises(ValueError, match="draws must be 20 or more; got 3"):
+        figure(fit, draws_of(fit, 3))

@@ -19,7 +19,7 @@ from torch.distributions import (
     Uniform,
 )
 
-from lib.probe import check_declaration
+from lib.probe import check_declaration, check_theta
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 
@@ -415,3 +415,51 @@ def test_constants_in_single_precision_are_accepted():
 def test_an_unwritten_drift_is_named():
     with pytest.raises(ValueError, match=r"drift of Mine .*Mine must define drift\(self, t, x, th"):
         with_sde(drift=SDE.drift)
+
+
+@pytest.mark.parametrize("name", ["drift", "diffusion"])
+def test_a_value_without_gradient_is_refused(name):
+    """Kills: a bound whose gradient lacks a term, in silence. A constant needs none."""
+
+    def detached(self, t, x, theta):
+        return getattr(Pair, name)(self, t, x, theta).detach()
+
+    with pytest.raises(ValueError, match=f"{name} must be differentiable by x and theta"):
+        with_sde(**{name: detached})
+
+    def constant(self, t, x, theta):
+        return torch.ones(2) if name == "drift" else torch.eye(2)
+
+    with_sde(**{name: constant})
+
+
+def test_a_column_of_F_that_sees_nothing_is_refused():
+    with pytest.raises(ValueError, match="see a state; got zeros only in column 2"):
+        sir_model(F=[[1.0, 0.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("theta", "words"),
+    [
+        (torch.ones(1, 2), r"theta must be a tensor \(n, 3\), .* got \(1, 2\)"),
+        (torch.ones(3), r"theta must be a tensor \(n, 3\), .* got \(3,\)"),
+        (-torch.ones(1, 3), "natural scale, positive for .'theta1', 'theta3'."),
+    ],
+)
+def test_theta_to_simulate_from_is_checked(theta, words):
+    with pytest.raises(ValueError, match=words):
+        check_theta(theta, ("theta1", "theta2", "theta3"), torch.tensor([True, False, True]))
+    with pytest.raises(TypeError, match="a row for each path"):
+        check_theta([1.0, 2.0, 3.0], ("a", "b", "c"), torch.ones(3, dtype=torch.bool))
+
+
+def test_simulate_looks_at_theta():
+    """Kills: a path of NaN in silence."""
+    with pytest.raises(ValueError, match="natural scale"):
+        ou_model().simulate(-torch.ones(1, 3), 5, 0.1, seed=0)
+
+
+def test_a_model_says_in_a_line_what_it_is():
+    assert (
+        repr(ou_model()) == "StateSpaceModel(OrnsteinUhlenbeck; states x; θ theta1, theta2, theta3)"
+    )

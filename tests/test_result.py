@@ -231,7 +231,7 @@ def test_csv_files_hold_the_tables_of_one_set_of_draws(fits, tmp_path):
     want = [*drawn.theta.T, drawn.log_q, drawn.log_joint, drawn.log_weight]
     np.testing.assert_allclose(draws.to_numpy().T, torch.stack(want), rtol=1e-9)
     want = fit.diagnostics(200, 6)._asdict()
-    want |= {"converged": False, "reason": fit.reason, "seed": 7}
+    want |= {"converged": False, "reason": fit.reason, "seed": 7, "draws": 200}
     assert len(report) == 1 and report.columns.tolist() == list(want)
     for name, value in want.items():
         got = report[name][0]

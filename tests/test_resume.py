@@ -77,7 +77,7 @@ def test_the_verdict_is_of_the_new_steps_alone(first, monkeypatch):
     """Kills a verdict on the joined history, whose last fifth would reach into the old one."""
     seen = []
     monkeypatch.setattr(
-        train, "judge", lambda trace, tolerance: (seen.append(trace), (True, ""))[1]
+        train, "judge", lambda trace, tolerance, before: (seen.append(trace), (True, ""))[1]
     )
     fit = resumed(replace(first, converged=False, reason="it was cut short"))
     assert len(seen) == 1 and seen[0].tolist() == fit.history.elbo[60:].tolist()

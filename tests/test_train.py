@@ -533,3 +533,39 @@ def test_refusals():
 def test_config_refuses(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         lib.FitConfig(**change)
+
+
+def test_judge_compares_with_the_fit_it_went_on_from():
+    """Kills: a run that settled below what it started from, and counts as converged."""
+    flat = np.zeros(100) + 1e-3 * np.sin(np.arange(100))
+    assert train.judge(flat, 0.2, flat + 0.1)[0]
+    found, reason = train.judge(flat, 0.2, flat + 5.0)
+    assert not found and reason.startswith("not converged: the ELBO is 5.00 nats below")
+    assert train.judge(flat, 0.2, flat - 5.0)[0]
+    # Only the end of the earlier run counts, and a step that it skipped is no number.
+    before = np.concatenate([flat + 50.0, flat])
+    before[-3] = np.nan
+    assert train.judge(flat, 0.2, before)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "x"}, "model must have type StateSpaceModel; got str"),
+        ({"observations": "counts.csv"}, "observations must have type Observations; got str. Read"),
+        ({"config": {"num_steps": 5}}, "config must have type FitConfig; got dict"),
+        ({"resume": "fit.pt"}, "resume must have type FitResult; got str. Read one with load_fit"),
+        ({"seed": "1"}, "seed must have type int; got str"),
+    ],
+)
+def test_fit_refuses_what_is_of_another_kind(change, words):
+    model = lib.StateSpaceModel(
+        lib.OrnsteinUhlenbeck(),
+        lib.GaussianObservation([[1.0]], 1.0),
+        torch.distributions.Normal(torch.zeros(3), 1.0),
+        [20.0],
+    )
+    given = {"model": model, "observations": lib.Observations([0.1], [20.0], dt=0.1)}
+    with pytest.raises(TypeError, match=words):
+        # The door alone: the shape checks of the tests would refuse it before.
+        train._check_kinds(**given | {"config": None, "seed": 0, "resume": None} | change)
