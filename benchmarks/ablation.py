@@ -76,7 +76,6 @@ VARIANTS = [
     Variant("optimizer adam", {"optimizer": "adam"}),
     *(Variant(f"k {k}", {}, {"receptive_field": k}) for k in (5, 20)),
     Variant("m 2", {}, {"num_flows": 2}),
-    *paper_grid(),
     Variant("no base", {}, {"base": False}),
     Variant("no taps", {}, {"taps": False}),
     Variant("no coupling", {}, {"coupling": False}, ("sir",)),
@@ -85,6 +84,7 @@ VARIANTS = [
     Variant("scaling constant", {}, {"scaling": "constant"}),
     Variant("scaling constant, unit 100", {}, {"scaling": "constant", "unit": 100.0}, ("sir",)),
     Variant("gate sigmoid", {}, {"gate": "sigmoid", "coupling": False}, note=TOGETHER),
+    *paper_grid(),
 ]
 
 
