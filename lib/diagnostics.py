@@ -232,10 +232,7 @@ def marginals(
 ) -> Marginals:
     """Raw and weighted quantiles of each component of ϑ, at ``LEVELS``."""
     levels, weights = torch.tensor(LEVELS, dtype=vartheta.dtype), psis_weights(log_weight)
-    raw, weighted = (
-        torch.stack([weighted_quantile(column, levels, w) for column in vartheta.T]).numpy()
-        for w in (None, weights)
-    )
+    raw, weighted = (weighted_quantiles(vartheta, levels, w).T.numpy() for w in (None, weights))
     return Marginals(tuple(names), np.array(LEVELS), raw, weighted, k_hat(log_weight))
 
 
@@ -245,9 +242,17 @@ def weighted_quantile(
     weights: Float[Tensor, " mc"] | None = None,
 ) -> Float[Tensor, " levels"]:
     """Quantiles of weighted draws, interpolated between the mid-points of the weights' steps."""
-    order = values.argsort()
-    values = values[order]
-    w = torch.ones_like(values) / len(values) if weights is None else weights[order]
-    middle = w.cumsum(0) - 0.5 * w
-    out = np.interp(levels.numpy(), middle.numpy(), values.numpy())
+    return weighted_quantiles(values[:, None], levels, weights)[:, 0]
+
+
+def weighted_quantiles(
+    values: Float[Tensor, "mc columns"],
+    levels: Float[Tensor, " levels"],
+    weights: Float[Tensor, " mc"] | None = None,
+) -> Float[Tensor, "levels columns"]:
+    """Those of every column."""
+    ordered, order = values.T.contiguous().sort(-1)
+    w = torch.ones_like(ordered) / len(values) if weights is None else weights[order]
+    columns = zip((w.cumsum(-1) - 0.5 * w).numpy(), ordered.numpy(), strict=True)
+    out = np.stack([np.interp(levels.numpy(), *column) for column in columns], 1)
     return torch.as_tensor(out, dtype=values.dtype)

@@ -114,8 +114,9 @@ def independence_mh(
     ess, r_hat = convergence(samples)
     words = judge(rate, ess, r_hat, held.index, log_weight.flatten())
     density, x = draws.log_joint[row], draws.x[row]
-    nonfinite = int((log_weight.isnan() | (log_weight == math.inf)).sum())
-    return IndependenceMHResult(samples, density, rate, nonfinite, x, ess, r_hat, words)
+    return IndependenceMHResult(
+        samples, density, rate, count_faulty(log_weight), x, ess, r_hat, words
+    )
 
 
 def convergence(
@@ -153,15 +154,19 @@ def judge(
     if not stay <= STAY_LIMIT * num_steps:
         share = f"{stay / num_steps:.1%} of its steps, more than {STAY_LIMIT:.0%}"
         faults.append(f"one draw held a chain for {share}")
-    usable = log_weight[log_weight.isfinite()]
-    nonfinite = int((log_weight.isnan() | (log_weight == math.inf)).sum())
-    faults += weight_faults(0.0, k_hat(usable), ess_fraction(usable))
+    usable, nonfinite = log_weight[log_weight.isfinite()], count_faulty(log_weight)
+    faults += weight_faults(float(usable.mean()), k_hat(usable), ess_fraction(usable))
     first = "Not to be trusted: " + "; ".join(faults) if faults else "No fault seen"
     found = f"{float(rate.mean()):.1%} of the proposals accepted, smallest ESS {smallest:.0f}, "
     found += f"largest R-hat {largest:.5g}, longest stay {stay} of {num_steps} steps"
     notes = [f"{nonfinite} draws had a weight of NaN or +∞ and were rejected"] if nonfinite else []
     unseen = "What q never proposes stays unseen: read fit.diagnostics() too"
     return ". ".join([first, found, *notes, unseen]) + "."
+
+
+def count_faulty(log_weight: Float[Tensor, "..."]) -> int:
+    """How many weights are NaN or +∞, which no density has; −∞ is one of 0."""
+    return int((log_weight.isnan() | (log_weight == math.inf)).sum())
 
 
 def _check_counts(num_steps: int, chains: int) -> None:

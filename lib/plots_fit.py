@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lib.data import Observations
-from lib.diagnostics import K_HAT_LIMIT, k_hat, psis_weights, weighted_quantile
+from lib.diagnostics import K_HAT_LIMIT, k_hat, psis_weights, weighted_quantiles
 from lib.plots_parts import (
     BAND_LEVELS,
     GREY,
@@ -185,9 +185,10 @@ def _weighted_band(axis: Axes, t: Tensor, x: Float[Tensor, "mc time"], weighing:
         axis.plot([], [], ls="none", label=label)
         return
     levels = torch.tensor(BAND_LEVELS, dtype=x.dtype)
-    band = torch.stack([weighted_quantile(column, levels, weights) for column in x.T])
     names = [f"{label}: median, 95 %", "", ""]
-    axis.plot(t, band, color=INK, lw=0.8, ls=LINES[1], label=names)
+    axis.plot(
+        t, weighted_quantiles(x, levels, weights).T, color=INK, lw=0.8, ls=LINES[1], label=names
+    )
 
 
 def _readings(axis: Axes, obs: Observations, view: View) -> None:

@@ -160,5 +160,5 @@ def _call(sde: SDE, name: str, arguments: tuple[Tensor, ...], tail: tuple[int, .
 
 def _differs(value: Tensor, batch: tuple[int, ...], tail: tuple[int, ...]) -> bool:
     """Whether two draws have different values: then it depends on x or θ, and not on t alone."""
-    whole = value.expand(batch + tail)
+    whole = value.detach().nan_to_num().expand(batch + tail)
     return bool((whole != whole[:1]).any())

@@ -12,6 +12,7 @@ from lib.elbo import log_ratio
 from lib.maf import MAF, log_stretched, stretched
 from lib.posterior import VariationalPosterior
 from lib.ssm import StateSpaceModel
+from lib.step import BETAS, CLIP_NORM
 
 NUM_DRAWS = 20_000
 # With fewer effective draws than this, they say less of the posterior than q(ϑ) does.
@@ -19,8 +20,6 @@ SMALLEST_ESS = 1000
 NUM_STEPS = 300
 BATCH = 1000
 LEARNING_RATE = 3e-3
-BETAS = (0.9, 0.99)
-CLIP_NORM = 10.0
 # Share of the reverse divergence in what the refit minimises.
 REVERSE = 0.1
 # A log weight below this says the same: no mass.

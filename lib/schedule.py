@@ -51,7 +51,8 @@ def judge(
             f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
             f"over the last fifth, more than {tolerance:.2f}"
         )
-    lost = np.nanmean(before[-len(last) :]) - last.mean() if before is not None else 0.0
+    known = np.empty(0) if before is None else before[np.isfinite(before)]
+    lost = known[-len(last) :].mean() - last.mean() if known.size else 0.0
     if lost > tolerance:
         return False, (
             f"not converged: the ELBO is {lost:.2f} nats below that of the fit that it went on "

@@ -105,28 +105,28 @@ class _Residuals:
         return torch.cat([misfit.flatten(1), (unknowns - self.median) / self.spread], -1)
 
 
-def _least_squares(residuals: _Residuals, vartheta: Tensor) -> Tensor:
+def _least_squares(residuals: _Residuals, unknowns: Tensor) -> Tensor:
     """Levenberg-Marquardt on a batch of starts, Jacobian by differences; the best end."""
-    batch, d = vartheta.shape
-    damping = torch.full((batch, 1), 1e-2, dtype=vartheta.dtype)
-    r = residuals(vartheta)
+    batch, d = unknowns.shape
+    damping = torch.full((batch, 1), 1e-2, dtype=unknowns.dtype)
+    r = residuals(unknowns)
     cost = r.square().sum(-1).nan_to_num(torch.inf)
     step = 1e-5
     for _ in range(NUM_ITERATIONS):
-        moved = vartheta[:, None] + step * torch.eye(d, dtype=vartheta.dtype)
+        moved = unknowns[:, None] + step * torch.eye(d, dtype=unknowns.dtype)
         jacobian = (residuals(moved.flatten(0, 1)).unflatten(0, (batch, d)) - r[:, None]) / step
         jacobian = jacobian.nan_to_num(0.0, 0.0, 0.0)
         normal = jacobian @ jacobian.mT
         normal = normal + torch.diag_embed(damping * normal.diagonal(dim1=-2, dim2=-1) + 1e-9)
         gradient = jacobian @ r.nan_to_num(0.0, 0.0, 0.0)[..., None]
-        proposal = vartheta - torch.linalg.solve(normal, gradient)[..., 0]
+        proposal = unknowns - torch.linalg.solve(normal, gradient)[..., 0]
         r_new = residuals(proposal)
         cost_new = r_new.square().sum(-1).nan_to_num(torch.inf)
         better = cost_new < cost
-        vartheta = torch.where(better[:, None], proposal, vartheta)
+        unknowns = torch.where(better[:, None], proposal, unknowns)
         r, cost = torch.where(better[:, None], r_new, r), torch.where(better, cost_new, cost)
         damping = torch.where(better[:, None], damping / 3, damping * 4)
-    return vartheta[cost.argmin()]
+    return unknowns[cost.argmin()]
 
 
 def _noise_scale(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Tensor) -> Tensor:

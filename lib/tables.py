@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Observations
-from lib.diagnostics import arviz, nan_is_no_mass, psis_weights
+from lib.diagnostics import arviz, nan_is_no_mass, psis_weights, weighted_quantiles
 
 THETA_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
 PATH_LEVELS = (0.025, 0.5, 0.975)
@@ -133,16 +133,6 @@ def _statistics(
     kept, w = values[among], weights[among][:, None]
     mean = (w * kept).sum(0)
     sd = (w * (kept - mean).square()).sum(0).sqrt()
-    rows = [mean.numpy(), sd.numpy(), *quantiles(values, levels, weights)]
+    at = torch.tensor(levels, dtype=values.dtype)
+    rows = [mean.numpy(), sd.numpy(), *weighted_quantiles(values, at, weights).numpy()]
     return dict(zip(names, rows, strict=True))
-
-
-def quantiles(
-    values: Float[Tensor, "mc columns"], levels: tuple[float, ...], weights: Float[Tensor, " mc"]
-) -> Float[np.ndarray, "levels columns"]:
-    """Those of ``diagnostics.weighted_quantile`` for many columns, sorted at once."""
-    ordered, order = values.T.contiguous().sort(-1)
-    w = weights[order]
-    middle = (w.cumsum(-1) - 0.5 * w).numpy()
-    columns = zip(middle, ordered.numpy(), strict=True)
-    return np.stack([np.interp(levels, at, column) for at, column in columns], 1)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ def _check_kinds(
         ("observations", observations, Observations),
         ("config", config, FitConfig),
         ("resume", resume, FitResult),
-        ("seed", seed, int),
+        ("seed", seed, Integral),
     )
     hints = {"observations": "Read a file with lib.read_csv.", "resume": "Read one with load_fit."}
     for name, value, kind in kinds:

@@ -432,6 +432,12 @@ def test_a_value_without_gradient_is_refused(name):
 
     with_sde(**{name: constant})
 
+    def broken(self, t, x, theta):
+        return constant(self, t, x, theta) * torch.nan
+
+    with pytest.raises(ValueError, match=f"{name} must be finite at x0"):
+        with_sde(**{name: broken})
+
 
 def test_a_column_of_F_that_sees_nothing_is_refused():
     with pytest.raises(ValueError, match="see a state; got zeros only in column 2"):

@@ -54,7 +54,7 @@ PICTURE = {
     "path_gradient": {"network", "posterior"},
     "elbo": {"data", "path_gradient", "posterior", "ssm"},
     "widened": {"diagnostics"},
-    "refit": {"data", "diagnostics", "elbo", "maf", "posterior", "ssm"},
+    "refit": {"data", "diagnostics", "elbo", "maf", "posterior", "ssm", "step"},
     "storage": {"data", "family", "posterior", "priors", "ssm", "start"},
     "tables": {"data", "diagnostics"},
     "result": {

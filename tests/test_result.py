@@ -394,3 +394,17 @@ def test_counts_are_checked(fits):
             call(1)
     with pytest.raises(ValueError, match="a whole number, 2 or more; got 1"):
         fit.to_csv("nowhere", 1)
+
+
+def test_a_ruined_q_gets_a_verdict(good):
+    """Kills: an error of LAPACK in place of the report, where q(ϑ) has no covariance left."""
+    ruined = replace(good, q=copy.deepcopy(good.q))
+    ruined.q.theta_flow.loc0.fill_(torch.nan)
+    report = ruined.diagnostics(200)
+    assert report.flagged and report.k_hat == math.inf and math.isnan(report.unseen)
+    assert "some draws have a weight that is not finite" in report.verdict
+
+
+def test_a_fit_and_its_data_say_in_a_line_what_they_are(good):
+    assert repr(good) == f"FitResult(theta1, theta2, theta3; 600 steps, seed 0; {good.reason})"
+    assert repr(good.observations) == "Observations(y0; 2 rows to t = 0.4, 4 steps of 0.1 from 0)"

@@ -542,10 +542,14 @@ def test_judge_compares_with_the_fit_it_went_on_from():
     found, reason = train.judge(flat, 0.2, flat + 5.0)
     assert not found and reason.startswith("not converged: the ELBO is 5.00 nats below")
     assert train.judge(flat, 0.2, flat - 5.0)[0]
+    assert train.judge(flat, 0.2, np.full(100, np.nan))[0], "the earlier run had no number"
     # Only the end of the earlier run counts, and a step that it skipped is no number.
     before = np.concatenate([flat + 50.0, flat])
     before[-3] = np.nan
     assert train.judge(flat, 0.2, before)[0]
+    better = flat + 5.0
+    better[-3] = np.nan
+    assert not train.judge(flat, 0.2, better)[0]
 
 
 @pytest.mark.parametrize(
@@ -555,7 +559,7 @@ def test_judge_compares_with_the_fit_it_went_on_from():
         ({"observations": "counts.csv"}, "observations must have type Observations; got str. Read"),
         ({"config": {"num_steps": 5}}, "config must have type FitConfig; got dict"),
         ({"resume": "fit.pt"}, "resume must have type FitResult; got str. Read one with load_fit"),
-        ({"seed": "1"}, "seed must have type int; got str"),
+        ({"seed": "1"}, "seed must have type Integral; got str"),
     ],
 )
 def test_fit_refuses_what_is_of_another_kind(change, words):
