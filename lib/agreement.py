@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.diagnostics import gap_limit
-from lib.result import FitResult
+from lib.result import FitResult, check_count, check_kind, check_seed
 from lib.storage import difference, identity
 
 SHIFT_LIMIT = 0.25
@@ -74,19 +75,40 @@ def compare_fits(fits: Sequence[FitResult], n: int = 10_000, seed: int = 0) -> A
     """Compare fits of the same model and data from different seeds or starts, by n draws of each.
 
     Raises:
-        ValueError: If there are fewer than two fits, or they are not of one model and data.
+        ValueError: If there are fewer than two fits, they are not of one model and data, or two
+            are one and the same.
     """
-    if not isinstance(fits, Sequence):
-        raise TypeError(f"fits must be a list of fits; got {type(fits).__name__}.")
-    if len(fits) < 2:
-        raise ValueError(f"fits must be two or more of one model and data; got {len(fits)}.")
+    _check_fits(fits)
+    check_count(n, 2)
+    seed = check_seed(seed)
     first = identity(fits[0].model, fits[0].observations)
     for i, fit in enumerate(fits):
         if differs := difference(first, identity(fit.model, fit.observations)):
             raise ValueError(f"fits must be of one model and data; fit {i} has another {differs}.")
+    for (i, one), (j, other) in combinations(enumerate(fits), 2):
+        if _same(one, other):
+            raise ValueError(
+                f"fits must be of different seeds or starts; fits {i} and {j} are one and the "
+                "same, and say nothing of each other. Fit again with another seed."
+            )
     draws = [fit.draws(n, seed + i) for i, fit in enumerate(fits)]
     log_weight, vartheta = (
         torch.stack(part) for part in zip(*((d.log_weight, d.vartheta) for d in draws), strict=True)
     )
     size = draws[0].x[0, 1:].numel()
     return compare(fits[0].model.theta_names, log_weight, vartheta, size)
+
+
+def _check_fits(fits: object) -> None:
+    if not isinstance(fits, Sequence) or isinstance(fits, str):
+        raise TypeError(f"fits must be a list of fits; got {type(fits).__name__}.")
+    for i, fit in enumerate(fits):
+        check_kind(f"fit {i}", fit, FitResult)
+    if len(fits) < 2:
+        raise ValueError(f"fits must be two or more of one model and data; got {len(fits)}.")
+
+
+def _same(one: FitResult, other: FitResult) -> bool:
+    """Whether q has the same weights, to the last bit: no two seeds lead there."""
+    here, there = one.q.state_dict(), other.q.state_dict()
+    return here.keys() == there.keys() and all(here[k].equal(there[k]) for k in here)

@@ -1,12 +1,23 @@
 """How to fit: the options of training and of the variational family, with both presets."""
 
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import torch
 
 from lib.family import Family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+LEAST = {
+    "threads": 1,
+    "num_steps": 1,
+    "num_samples": 1,
+    "log_every": 1,
+    "wide_samples": 0,
+    "refits": 0,
+}
+MOST_REFITS = 5  # one every fifth of the run
 _CHOICES = {
     "dtype": tuple(DTYPES),
     "optimizer": ("muon", "adam"),
@@ -24,8 +35,8 @@ class FitConfig:
         num_steps: Optimiser steps; the run is exactly that long, because the decay needs it.
         num_samples: Monte Carlo draws n of each step.
         wide_samples: Further draws, which train q(x | ϑ) alone at ϑ from the tails of q(ϑ).
-        refits: Rounds in which q(ϑ) is fitted to weighted draws, the last at the run's end.
-        learning_rate: Peak, reached after a warm-up, then cosine decay.
+        refits: Rounds, 5 at most, in which q(ϑ) is fitted to weighted draws, the last at the end.
+        learning_rate: Peak, 1 at most, reached after a warm-up, then cosine decay.
         optimizer: ``"muon"`` for the matrices of the path's networks and Adam for the rest, or
             ``"adam"`` for all.
         gradient: ``"path"``, the path gradient once warmed up, or ``"total"``, the plain one.
@@ -55,18 +66,20 @@ class FitConfig:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
         if self.mode != "eager":
             raise ValueError(f"mode must be 'eager'; got {self.mode!r}. No other is built yet.")
-        for name in ("threads", "num_steps", "num_samples", "log_every"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}.")
-        for name in ("wide_samples", "refits"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a whole number, 0 or more; got {value!r}.")
-        if not self.tempering >= 1:
-            raise ValueError(f"tempering must be 1 (none) or more; got {self.tempering}.")
+            if not isinstance(value, Integral) or value < least:
+                raise ValueError(f"{name} must be a whole number, {least} or more; got {value!r}.")
+        if self.refits > MOST_REFITS:
+            raise ValueError(f"refits must be {MOST_REFITS} at most; got {self.refits}.")
+        _check_kinds(self.learning_rate, self.tempering, self.family)
+        # Each entry of a weight moves by about the rate: more than 1 only ruins it.
+        if not 0 < self.learning_rate <= 1:
+            raise ValueError(
+                f"learning_rate must be positive and at most 1; got {self.learning_rate}. Try 0.01."
+            )
+        if not 1 <= self.tempering < math.inf:
+            raise ValueError(f"tempering must be 1 (none) or more, finite; got {self.tempering}.")
 
     @classmethod
     def paper(cls, unit: float = 1.0, **changes: object) -> "FitConfig":
@@ -76,3 +89,13 @@ class FitConfig:
         printed["refits"] = 0
         printed["family"] = Family.paper(unit)
         return cls(**ours | printed | changes)
+
+
+def _check_kinds(learning_rate: object, tempering: object, family: object) -> None:
+    for name, value in (("learning_rate", learning_rate), ("tempering", tempering)):
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number; got {value!r}.")
+    if not isinstance(family, Family):
+        raise TypeError(
+            f"family must be a Family; got {family!r}. Write lib.Family(num_flows=2), say."
+        )

@@ -3,7 +3,9 @@
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence, Set
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TIME_TOLERANCE = 1e-6  # in units of dt
+ROUNDED = 0.01  # likewise: a time as near as this to the grid was meant to be on it
 MAX_STEPS = 10**8  # a longer path fits into no machine: a slip in the unit of dt
 
 
@@ -29,7 +32,8 @@ class Observations:
     """Noisy readings at some of the times t_0 + i·dt; NaN marks a missing reading.
 
     Nothing is rounded or dropped: a time must lie on the grid (within 1e-6·dt, or within the
-    rounding of the number type it came in). The series runs to the last row, blank or not.
+    rounding of the number type it came in). The series runs to the last row, blank or not. A
+    component may be missing throughout, to be predicted; one of a file may not.
 
     Args:
         times: M increasing times.
@@ -53,6 +57,7 @@ class Observations:
         _check_step(dt, t0)
         raw_times, raw_y = _as_array(times, "times"), _as_array(y, "y")
         raw_y = raw_y[:, None] if raw_y.ndim == 1 else raw_y
+        names = _as_names(names, "names")
         _check_shapes(raw_times, raw_y, names)
         rows = [f"{t:.12g} in row {i + 1}" for i, t in enumerate(raw_times)]
         self.index: Int[Tensor, " rows"] = torch.tensor(_grid_index(raw_times, dt, t0, rows))
@@ -106,21 +111,21 @@ def read_csv(
             text found there, if a cell or a time is not acceptable.
     """
     _check_step(dt, t0)
-    if isinstance(observed, str):
-        raise TypeError(f"observed must be a list of names; got '{observed}', one string.")
-    if not observed or len({time, *observed}) <= len(observed):
-        raise ValueError(
-            f"observed must name each column once, and not '{time}'; got {list(observed)}."
-        )
+    time, *names = _as_columns(time, observed)
     times, y, rows = [], [], []
-    for place, time_text, *texts in _named_cells(Path(path), [time, *observed]):
+    for place, time_text, *texts in _named_cells(existing_file(path), [time, *names]):
         times.append(_number(time_text, time, place, blank=None))
-        y.append([_number(s, name, place) for s, name in zip(texts, observed, strict=True)])
+        y.append([_number(s, name, place) for s, name in zip(texts, names, strict=True)])
         rows.append(f"'{time_text}' in {place}")
     if not times:
         raise ValueError(f"a data file must have at least one row; got none in {path}.")
     _grid_index(np.array(times), dt, t0, rows)
-    return Observations(times, y, dt, t0, names=tuple(observed))
+    if blank := [name for name, c in zip(names, np.array(y).T, strict=True) if np.isnan(c).all()]:
+        raise ValueError(
+            f"each observed column must hold at least one value; got only missing ones in {blank} "
+            f"of {path}. Leave it out of observed, and its column out of F."
+        )
+    return Observations(times, y, dt, t0, names)
 
 
 def data_path(name: str) -> Path:
@@ -130,6 +135,25 @@ def data_path(name: str) -> Path:
         found = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
         raise FileNotFoundError(f"no file '{name}' in {folder}; there are: {', '.join(found)}.")
     return folder / name
+
+
+def as_path(path: object, role: str = "path") -> Path:
+    """The path, if it can be one."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{role} must be text or a Path; got {type(path).__name__}.")
+    return Path(path)
+
+
+def existing_file(path: object) -> Path:
+    """The path of a file that is there."""
+    path = as_path(path)
+    if path.is_dir():
+        raise ValueError(f"path must name a file; got the folder {path}.")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"path must name a file that is there; got {path}, looked for in {Path.cwd()}."
+        )
+    return path
 
 
 def _named_cells(path: Path, names: list[str]) -> Iterator[list[str]]:
@@ -179,7 +203,11 @@ def _column(name: str, header: list[str], path: Path) -> int:
         return header.index(name)
     if name in header:
         raise ValueError(f"column '{name}' must occur once in {path}; got {header.count(name)}.")
-    hint = " Is it separated by something else than commas?" if len(header) == 1 else ""
+    hint, first = "", ",".join(header)
+    if first.startswith("#"):
+        hint = " Delete the lines above the header."
+    elif len(header) == 1 or ";" in first or "\t" in first:
+        hint = " Is it separated by something else than commas?"
     found = ", ".join(f"'{column}'" for column in header) or "no header line"
     raise ValueError(f"column '{name}' must be in the header of {path}; got {found}.{hint}")
 
@@ -199,6 +227,8 @@ def _number(text: str, column: str, place: str, blank: float | None = math.nan) 
         value = math.nan
     if math.isnan(value):
         hint = "Leave the cell blank for a missing value."
+        if any(letter.isdigit() for letter in text):
+            hint = "Write the number alone, with a point and a plain minus, if any."
         if blank is None:
             hint = "Count time from a moment of your choice, in the unit of dt."
         raise ValueError(
@@ -209,7 +239,29 @@ def _number(text: str, column: str, place: str, blank: float | None = math.nan) 
     return value
 
 
-def _check_step(dt: float | int, t0: float | int) -> None:
+def _as_names(names: object, role: str) -> list[str]:
+    """A list of names; a set is none, because it has no order."""
+    listed = isinstance(names, Iterable) and not isinstance(names, str | Set)
+    found = list(names) if listed else []
+    if not listed or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"{role} must be a list of names; got {names!r}.")
+    return found
+
+
+def _as_columns(time: object, observed: object) -> list[str]:
+    """Names of all columns to read, that of the times first."""
+    names = _as_names(observed, "observed")
+    if not isinstance(time, str):
+        raise TypeError(f"time must be the name of a column; got {time!r}.")
+    if not names or len({time, *names}) <= len(names):
+        raise ValueError(f"observed must name each column once, and not '{time}'; got {names}.")
+    return [time, *names]
+
+
+def _check_step(dt: object, t0: object) -> None:
+    for name, value, what in (("dt", dt, "the grid step"), ("t0", t0, "the time of x_0")):
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number; got {value!r}. It is {what}.")
     if not (math.isfinite(dt) and dt > 0):
         raise ValueError(f"dt must be positive and finite; got {dt}. It is the grid step.")
     if not math.isfinite(t0):
@@ -226,12 +278,14 @@ def _as_array(values: object, name: str) -> np.ndarray:
         array = np.asarray(values)
         if array.dtype.kind in "mM":
             raise TypeError("dates; count them from a day of your choice")
+        if array.dtype.kind == "c":
+            raise TypeError("complex ones")
         return array if array.dtype == np.float32 else array.astype(np.float64)
     except (TypeError, ValueError) as err:
         raise ValueError(f"{name} must be numbers, NaN where missing; got {err}.") from err
 
 
-def _check_shapes(times: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:
+def _check_shapes(times: np.ndarray, y: np.ndarray, names: list[str]) -> None:
     if times.ndim != 1 or y.ndim != 2 or len(times) != len(y) or y.shape[1] == 0:
         raise ValueError(
             "times must be (M,) and y (M,) or (M, observed components) with the same M; got "
@@ -239,8 +293,10 @@ def _check_shapes(times: np.ndarray, y: np.ndarray, names: Sequence[str]) -> Non
         )
     if len(times) == 0:
         raise ValueError("observations must have at least one row; got none.")
-    if names and len(names) != y.shape[1]:
-        raise ValueError(f"names must have one entry a column of y, {y.shape[1]}; got {names}.")
+    if names and not len(names) == len(set(names)) == y.shape[1]:
+        raise ValueError(
+            f"names must have one entry a column of y, {y.shape[1]}, each another; got {names}."
+        )
 
 
 def _check_readings(y: np.ndarray) -> None:
@@ -265,10 +321,13 @@ def _grid_index(times: np.ndarray, dt: float | int, t0: float | int, rows: list[
         if t > t0 + MAX_STEPS * dt:
             raise ValueError(f"{rule} with i <= {MAX_STEPS}; got {row}. Is dt in another unit?")
         i = round((t - t0) / dt)
-        if abs(t - (t0 + i * dt)) > tolerance:
+        off = abs(t - (t0 + i * dt))
+        if off > tolerance:
             below = t0 + math.floor((t - t0) / dt) * dt
-            near = f"The nearest grid times are {below:.12g} and {below + dt:.12g}."
-            raise ValueError(f"{rule}; got {row}. {near}")
+            hint = f"The nearest grid times are {below:.12g} and {below + dt:.12g}."
+            if off < ROUNDED * dt:
+                hint += " Write the times with more digits, or in a unit that makes dt a round one."
+            raise ValueError(f"{rule}; got {row}. {hint}")
         if index and i <= index[-1]:
             fault, hint = "comes before", "Sort the rows."
             if i == index[-1]:

@@ -15,7 +15,7 @@ class Family:
         gate: ``"unbounded"`` z·exp(s) + μ, or ``"sigmoid"`` σz + (1 − σ)μ as printed.
         features: ``"centred"`` windows with masks and clocks, or ``"past"`` as printed.
         scaling: ``"learned"`` loc and scale per time, or ``"constant"``: one unit for all.
-        unit: That unit; 1 is the paper's x = h(z).
+        unit: That unit: x = unit·h(z); 1 is the paper's.
         standardise_theta: Networks see (ϑ − loc)/scale instead of ϑ.
         taps: Linear paths whose weights depend on ϑ, in the base and in each local IAF.
         coupling: Same-time lower-triangular coupling for p > 1.

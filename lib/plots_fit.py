@@ -26,7 +26,7 @@ from lib.plots_parts import (
     legend_above,
     stack,
 )
-from lib.result import Draws, FitResult, Forecast
+from lib.result import Draws, FitResult, Forecast, check_kind
 
 MARKS = (".", "^", "s", "D")  # of the observed components that share a panel
 FEWEST_DRAWS = 20
@@ -104,15 +104,9 @@ def predictive(
     Raises:
         ValueError: If the new observations are not of this fit, or no path of the forecast is left.
     """
-    obs, expected = fit.observations, (fit.observations.num_steps + 1, fit.model.num_observed)
-    if y_new.shape[1:] != expected:
-        raise ValueError(
-            f"y_new must be of this fit, (n, {expected[0]}, {expected[1]}); got "
-            f"{tuple(y_new.shape)}. Take that of fit.predict(n)."
-        )
-    if future is not None and not len(future.y):
-        raise ValueError("future must hold a path; got none, all had died. Forecast fewer steps.")
-    figure, axes = stack(expected[1], height=1.75)
+    _check_new(fit, y_new, future)
+    obs = fit.observations
+    figure, axes = stack(fit.model.num_observed, height=1.75)
     for j, axis in enumerate(axes):
         fan(axis, obs.grid().t, y_new[..., j], PALETTE[0], "new data")
         if future is not None:
@@ -126,6 +120,7 @@ def predictive(
 
 def trace(fit: FitResult) -> Figure:
     """ELBO against step, under the run's own verdict: did it converge, and why."""
+    _check_fit(fit)
     span = max(1, min(AVERAGED, len(fit.history.elbo) // 20))
     runs = {f"mean of {span} steps": fit.history.elbo}
     return elbo_trace(runs, window=span, title=textwrap.fill(fit.reason, 50))
@@ -170,8 +165,38 @@ def check_draws(fit: object, draws: object) -> None:
         )
 
 
-def _check_path(truth: tuple[Tensor, Tensor] | None, num_states: int) -> None:
-    if truth is not None and truth[1].shape != (len(truth[0]), num_states):
+def _check_fit(fit: object) -> None:
+    check_kind("fit", fit, FitResult, "It is what lib.fit returns.")
+
+
+def _check_new(fit: object, y_new: object, future: object) -> None:
+    """New data and a forecast of this fit."""
+    _check_fit(fit)
+    check_kind("y_new", y_new, Tensor, "Take fit.predict(4000).")
+    length, m = fit.observations.num_steps + 1, fit.model.num_observed
+    if y_new.shape[1:] != (length, m) or not len(y_new):
+        raise ValueError(
+            f"y_new must be of this fit, (n, {length}, {m}); got {tuple(y_new.shape)}. Take that "
+            "of fit.predict(n)."
+        )
+    if future is None:
+        return
+    check_kind("future", future, Forecast, "Take fit.forecast(50, 4000).")
+    if not len(future.y):
+        raise ValueError("future must hold a path; got none, all had died. Forecast fewer steps.")
+    if future.y.shape[2] != m:
+        raise ValueError(
+            f"future must be of this fit, y (n, steps, {m}); got {tuple(future.y.shape)}."
+        )
+
+
+def _check_path(truth: object, num_states: int) -> None:
+    if truth is None:
+        return
+    got = [type(part).__name__ for part in truth] if isinstance(truth, tuple | list) else truth
+    if got != ["Tensor", "Tensor"]:
+        raise TypeError(f"truth must be two tensors, (t, x); got {got}.")
+    if truth[1].shape != (len(truth[0]), num_states):
         raise ValueError(
             f"truth must be (t, x) with x ({len(truth[0])}, {num_states}), a row for each time; "
             f"got {tuple(truth[1].shape)}."

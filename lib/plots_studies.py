@@ -8,8 +8,9 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from lib.diagnostics import K_HAT_LIMIT
-from lib.plots_parts import COLUMN, INK, LINES, PALETTE, legend_above
+from lib.plots_parts import COLUMN, INK, LINES, PALETTE, legend_above, stack
 
+MARKS = ("o", "s", "^", "D", "v", "P", "X")  # of methods, beside their colours
 KINDS = {"regular": "o", "tailed": "^", "plateau": "s"}  # of posteriors, and their marks
 
 
@@ -43,3 +44,33 @@ def robustness(table: Mapping[str, Sequence], bars: Sequence[float]) -> Figure:
     axes[1].set_xticks(range(len(kinds)), table["seed"], rotation=90)
     sns.despine(figure)
     return legend_above(figure, list(axes))
+
+
+def error_against_seconds(
+    panels: Mapping[str, Mapping[str, Mapping[str, Sequence]]], bar: float
+) -> Figure:
+    """Error of each method against seconds, log-log: the median over seeds in its range.
+
+    Args:
+        panels: Title → method → columns seconds, error, low, high; a method keeps its colour.
+        bar: The error that is good enough, drawn as a line.
+    """
+    figure, axes = stack(len(panels), height=2.3)
+    methods = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        for name, curve in curves.items():
+            k = methods.index(name)
+            seconds, error, low, high = (
+                np.asarray(curve[column], dtype=float)
+                for column in ("seconds", "error", "low", "high")
+            )
+            axis.fill_between(seconds, low, high, color=PALETTE[k], alpha=0.2, lw=0)
+            style = {"color": PALETTE[k], "ls": LINES[k % len(LINES)], "marker": MARKS[k]}
+            axis.plot(seconds, error, lw=1.3, ms=3.5, label=name, **style)
+        axis.axhline(bar, color=INK, lw=0.8, ls=":")
+        axis.set(xscale="log", yscale="log", title=title, ylabel="worst quantile error (sd)")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+    axes[-1].set_xlabel("seconds of one CPU core, set-up included")
+    sns.despine(figure)
+    return legend_above(figure, axes)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal
 
 from lib.diagnostics import weighted_quantile
-from lib.plots_fit import check_draws, weigh
+from lib.plots_fit import Weighing, check_draws, weigh
 from lib.plots_parts import COLUMN, GREY, INK, LINES, PALETTE, TRUTH, density, legend_above, row
 from lib.priors import NaturalPrior
+from lib.probe import check_bounds
 from lib.result import Draws, FitResult
 from lib.ssm import StateSpaceModel
 
@@ -86,7 +87,8 @@ def pairs(
     """
     check_draws(fit, draws)
     chosen, true = _chosen(fit.model.theta_names, names), _unconstrained(fit.model, truth)
-    weights = _trusted(draws) if weighted else None
+    weighing = weigh(draws)
+    weights = _trusted(weighing) if weighted else None
     figure, axes = _triangle([vartheta_names(fit.model)[j] for j in chosen])
     for (i, j), axis in axes.items():
         x, y = draws.vartheta[:, chosen[j]], draws.vartheta[:, chosen[i]]
@@ -101,6 +103,8 @@ def pairs(
             axis.axvline(true[chosen[j]], label="true value", **style)
             if i != j:
                 axis.axhline(true[chosen[i]], **style)
+    if weighing.weights is None:
+        axes[0, 0].plot([], [], ls="none", label=weighing.label)
     legend_above(figure, list(axes.values()))
     figure.subplots_adjust(wspace=0.12, hspace=0.12)
     figure.align_labels()
@@ -113,9 +117,9 @@ def prior_density(
     """Marginal density of ϑ_j under the prior; a kernel estimate where it has no simple form."""
     prior = model.prior
     if isinstance(prior, NaturalPrior):
-        log_jacobian = points * prior.jacobian[j]
-        value = points.exp() if prior.positive[j] else points
-        return (prior.parts[j].log_prob(value) + log_jacobian).exp()
+        whole = points[:, None].expand(-1, model.num_theta)
+        value, log_slope = prior.bounds.to_natural(whole)[:, j], prior.bounds.log_slope(whole)[:, j]
+        return (prior.parts[j].log_prob(value) + log_slope).exp()
     joint = prior.distribution
     while isinstance(joint, Independent):
         joint = joint.base_dist
@@ -128,9 +132,8 @@ def prior_density(
 
 
 def vartheta_names(model: StateSpaceModel) -> list[str]:
-    """Labels of ϑ: the logarithm of a positive parameter, else the parameter."""
-    positive = model.positive_theta.tolist()
-    return [f"log {s}" if log else s for s, log in zip(model.theta_names, positive, strict=True)]
+    """Labels of ϑ: the logarithm of a positive parameter, say."""
+    return [model.bounds.label(name, j) for j, name in enumerate(model.theta_names)]
 
 
 def _unconstrained(model: StateSpaceModel, truth: Truth) -> Float[Tensor, " theta"]:
@@ -138,11 +141,11 @@ def _unconstrained(model: StateSpaceModel, truth: Truth) -> Float[Tensor, " thet
     if truth is None:
         return torch.full((model.num_theta,), torch.nan, dtype=torch.float64)
     theta = torch.as_tensor(truth, dtype=torch.float64)
-    if theta.shape != (model.num_theta,) or not (theta[model.positive_theta] > 0).all():
+    if theta.shape != (model.num_theta,):
         raise ValueError(
-            f"truth must be θ, one number for each of {model.theta_names}, on the natural scale; "
-            f"got {theta.tolist()}. Of a positive parameter give no logarithm."
+            f"truth must be θ, one number for each of {model.theta_names}; got {theta.tolist()}."
         )
+    check_bounds("truth", theta[None], model.theta_names, model.bounds)
     return model.to_vartheta(theta)
 
 
@@ -171,8 +174,8 @@ def _chosen(theta_names: Sequence[str], names: Sequence[str] | None) -> list[int
     return [theta_names.index(name) for name in names]
 
 
-def _trusted(draws: Draws) -> Float[Tensor, " mc"]:
-    weights, note = weigh(draws)
+def _trusted(weighing: Weighing) -> Float[Tensor, " mc"]:
+    weights, note = weighing
     if weights is None:
         raise ValueError(f"weighted=True must have weights to trust; got {note}. Leave it out.")
     return weights

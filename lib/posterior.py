@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, softplus
 
 from lib.data import Grid
 from lib.family import Family
@@ -16,10 +15,7 @@ from lib.maf import LOG_2PI, MAF, IAFTrace
 from lib.network import Pushed
 from lib.ssm import StateSpaceModel
 from lib.start import Start
-
-# Added to positive states: softplus underflows to 0 below -87 in float32, and log 0 breaks log β.
-# A shift leaves the Jacobian exact; the posterior mass below it is nil.
-POSITIVE_FLOOR = 1e-15
+from lib.state_map import StateMap
 
 FlowTrace = GaussMarkovTrace | LocalIAFTrace
 
@@ -91,8 +87,7 @@ class VariationalPosterior(nn.Module):
         self, model: StateSpaceModel, grid: Grid, family: Family, start: Start, seed: int
     ) -> None:
         super().__init__()
-        self.family, self.positive_states = family, model.positive_states
-        self.first = 0 if model.x0_random else 1
+        self.family, self.first = family, 0 if model.x0_random else 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._build(model, grid, start)
@@ -113,14 +108,16 @@ class VariationalPosterior(nn.Module):
             LocalIAF(*sizes, window=family.receptive_field, hidden=hidden, **options)
             for _ in range(family.num_flows)
         )
+        x0_bounds = model.initial.bounds if model.x0_random else None
         free = torch.ones_like(start.path[self.first :])
+        unit = family.unit if family.scaling == "constant" else 1.0
+        self.to_range = StateMap(model.positive_states, len(free), x0_bounds, unit)
         if self.first == 0:
             free[0] = (~model.x0_fixed).to(free)
         loc, scale = self._loc_scale(start)
         for name, value in {"free": free, "x0": model.x0_value, "loc0": loc}.items():
             self.register_buffer(name, value.clone())
         self.register_buffer("log_scale0", scale.log())
-        self.register_buffer("positive", torch.tensor(model.positive_states))
         learn = family.scaling == "learned"
         self.shift = nn.Parameter(torch.zeros_like(loc), requires_grad=learn)
         self.stretch = nn.Parameter(torch.zeros_like(loc), requires_grad=learn)
@@ -129,12 +126,9 @@ class VariationalPosterior(nn.Module):
         """Location and scale of u, x = h(u), that give the start's path and spread."""
         path, sd = start.path[self.first :], start.path_sd[self.first :]
         if self.family.scaling == "constant":
-            return torch.zeros_like(path), torch.full_like(path, self.family.unit)
-        positive = torch.tensor(self.positive_states)
-        inverse_softplus = path + torch.log(-torch.expm1(-path))
-        loc = torch.where(positive, inverse_softplus, path)
-        slope = torch.where(positive, torch.sigmoid(loc), torch.ones_like(loc))
-        return loc, sd / slope
+            return torch.zeros_like(path), torch.ones_like(path)
+        loc = self.to_range.inverse(path)
+        return loc, sd / self.to_range(loc)[1].exp()
 
     def draw_noise(self, n: int, generator: torch.Generator) -> Noise:
         """n standard normal draws, in the dtype and on the device of the weights."""
@@ -211,11 +205,8 @@ class VariationalPosterior(nn.Module):
         """x = h(loc + scale z); log dx/dz by time and component."""
         log_scale = self.log_scale0 + self.stretch
         u = self.loc0 + self.log_scale0.exp() * self.shift + log_scale.exp() * z
-        if not any(self.positive_states):
-            return u, log_scale
-        x = torch.where(self.positive, softplus(u, threshold=40.0) + POSITIVE_FLOOR, u)
-        log_h = torch.where(self.positive, logsigmoid(u), torch.zeros_like(u))
-        return x, log_scale + log_h
+        x, log_slope = self.to_range(u)
+        return x, log_scale + log_slope
 
     def _with_x0(self, x: Tensor) -> Tensor:
         """Put what is fixed of x_0 in front of, or into, the path."""

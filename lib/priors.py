@@ -7,29 +7,23 @@ from contextlib import contextmanager
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
-from torch.distributions import Distribution, Transform
-from torch.distributions.constraints import Constraint
+from torch import Tensor
+from torch.distributions import Distribution
 
-from lib.probe import check_keys, check_size, check_support, check_univariate, parse_x0
-from lib.sde import SDE
+from lib.bounds import Bounds, natural_bounds, support
+from lib.movable import Movable, moved
+from lib.probe import check_keys, check_size, check_univariate, parse_x0
 
 VARTHETA_HINT = "ϑ is the log of a positive θ: take Normal, or a dict from name to prior of θ."
-THETA_HINT = (
-    "Take Normal, or LogNormal and positive_theta; let the SDE bound a parameter by sigmoid(u)."
-)
-X0_HINT = "Take Normal, or LogNormal and positive_state."
-
-
-class Movable:
-    """Marks a class whose tensors ``moved`` looks for."""
+THETA_HINT = "Take LogNormal or Gamma, or drop the name from positive_theta."
+X0_HINT = "Take LogNormal, or drop the name from positive_state."
 
 
 class VarthetaPrior(Movable):
     """p(ϑ) as one torch distribution over ϑ itself, as in the paper: no Jacobian."""
 
-    def __init__(self, distribution: Distribution) -> None:
-        self.distribution = distribution
+    def __init__(self, distribution: Distribution, bounds: Bounds) -> None:
+        self.distribution, self.bounds = distribution, bounds
 
     def log_prob(self, vartheta: Float[Tensor, "*batch theta"]) -> Float[Tensor, "*batch"]:
         """log p(ϑ); independent dimensions are summed."""
@@ -41,16 +35,15 @@ class VarthetaPrior(Movable):
 
 
 class NaturalPrior(Movable):
-    r"""p(ϑ) from independent priors of θ: :math:`Σ_j \log p_j(θ_j) + Σ_{j\,positive} ϑ_j`."""
+    r"""p(ϑ) from independent priors of θ: :math:`Σ_j [\log p_j(θ_j) + \log dθ_j/dϑ_j]`."""
 
-    def __init__(self, parts: Sequence[Distribution], positive: Bool[Tensor, " theta"]) -> None:
-        self.parts, self.positive = tuple(parts), positive
-        self.jacobian = positive.to(torch.float64)
+    def __init__(self, parts: Sequence[Distribution], bounds: Bounds) -> None:
+        self.parts, self.bounds = tuple(parts), bounds
 
     def log_prob(self, vartheta: Float[Tensor, "*batch theta"]) -> Float[Tensor, "*batch"]:
-        """log p(ϑ); |dθ/dϑ| = exp(ϑ) for a positive parameter, 1 otherwise."""
-        theta = to_natural(vartheta, self.positive).unbind(-1)
-        total = (vartheta * self.jacobian).sum(-1)
+        """log p(ϑ), its one Jacobian included."""
+        theta = self.bounds.to_natural(vartheta).unbind(-1)
+        total = self.bounds.log_slope(vartheta).sum(-1)
         for part, value in zip(self.parts, theta, strict=True):
             total = total + part.log_prob(value)
         return total
@@ -58,7 +51,7 @@ class NaturalPrior(Movable):
     def sample(self, num_draws: int) -> Float[Tensor, "draws theta"]:
         """Draws of ϑ, from torch's default generator."""
         theta = torch.stack([part.sample((num_draws,)) for part in self.parts], -1)
-        return to_unconstrained(theta, self.positive)
+        return self.bounds.to_unconstrained(theta)
 
 
 class InitialState(Movable):
@@ -80,20 +73,19 @@ class InitialState(Movable):
         self.parts: list[tuple[int | slice, Distribution]] = []
         if isinstance(spec, Distribution):
             check_size("x0", spec, state_names, "state_names")
-            check_support("x0", spec, 0.0 if all(positive) else -math.inf, X0_HINT)
             self.parts.append((slice(None), spec))
         elif isinstance(spec, Mapping):
             check_keys("x0", spec, state_names)
             for column, name in enumerate(state_names):
-                self._add(column, name, spec[name], 0.0 if positive[column] else -math.inf)
+                self._add(column, name, spec[name])
         else:
             self.value, self.fixed = parse_x0(spec, state_names), ~self.fixed
+        self.bounds = _state_bounds(self.parts, state_names, positive)
         self.parts = [(column, moved(part)) for column, part in self.parts]
 
-    def _add(self, column: int, name: str, entry: object, low: float) -> None:
+    def _add(self, column: int, name: str, entry: object) -> None:
         if isinstance(entry, Distribution):
             check_univariate(f"x0['{name}']", entry)
-            check_support(f"x0['{name}']", entry, low, X0_HINT)
             self.parts.append((column, entry))
         else:
             self.value[column] = parse_x0([entry], (name,))[0]
@@ -114,40 +106,47 @@ class InitialState(Movable):
         return x0
 
 
+def _state_bounds(
+    parts: Sequence[tuple[int | slice, Distribution]],
+    state_names: tuple[str, ...],
+    positive: tuple[bool, ...],
+) -> Bounds:
+    """Where x_0 can be: where its density has mass, or where its state can be."""
+    bounds = natural_bounds(torch.tensor(positive))
+    for column, part in parts:
+        role = "x0" if isinstance(column, slice) else f"x0['{state_names[column]}']"
+        floor = bounds.low[column]
+        found = support(role, part, floor.reshape(-1), X0_HINT)
+        bounds.low[column], bounds.high[column] = found.low, found.high
+    return Bounds(bounds.low, bounds.high)
+
+
 def make_prior(
     spec: object, theta_names: tuple[str, ...], positive: Bool[Tensor, " theta"]
 ) -> VarthetaPrior | NaturalPrior:
     """p(ϑ) from what the user wrote: a distribution over ϑ, or a dict of natural-scale priors."""
+    line = natural_bounds(positive)
     if isinstance(spec, Distribution):
         check_size("prior", spec, theta_names, "theta_names")
-        check_support("prior", spec, -math.inf, VARTHETA_HINT)
-        return VarthetaPrior(moved(spec))
+        found = support("prior", spec, torch.full_like(line.low, -math.inf), VARTHETA_HINT)
+        if (found.low.isfinite() | found.high.isfinite()).any():
+            raise ValueError(
+                f"prior of ϑ must reach over the whole line; got ({found.low.max():g}, "
+                f"{found.high.min():g}) from {type(spec).__name__}. {VARTHETA_HINT}"
+            )
+        return VarthetaPrior(moved(spec), line)
     if not isinstance(spec, Mapping):
         raise TypeError(
             f"prior must be a torch distribution over ϑ, or a dict from name to distribution; got "
             f"{type(spec).__name__}."
         )
     check_keys("prior", spec, theta_names)
-    for name, is_positive in zip(theta_names, positive.tolist(), strict=True):
-        role = f"prior['{name}']"
-        check_univariate(role, spec[name])
-        check_support(role, spec[name], 0.0 if is_positive else -math.inf, THETA_HINT)
-    return NaturalPrior([moved(spec[name]) for name in theta_names], positive)
-
-
-def to_natural(
-    vartheta: Float[Tensor, "*batch theta"], positive: Bool[Tensor, " theta"]
-) -> Float[Tensor, "*batch theta"]:
-    """θ from ϑ: exp of the positive components."""
-    # Filled first: exp of a large real component would be inf, and its zero gradient NaN.
-    return torch.where(positive, vartheta.masked_fill(~positive, 0.0).exp(), vartheta)
-
-
-def to_unconstrained(
-    theta: Float[Tensor, "*batch theta"], positive: Bool[Tensor, " theta"]
-) -> Float[Tensor, "*batch theta"]:
-    """ϑ from θ: log of the positive components."""
-    return torch.where(positive, theta.masked_fill(~positive, 1.0).log(), theta)
+    found = []
+    for name, floor in zip(theta_names, line.low, strict=True):
+        check_univariate(f"prior['{name}']", spec[name])
+        found.append(support(f"prior['{name}']", spec[name], floor[None], THETA_HINT))
+    bounds = Bounds(torch.cat([b.low for b in found]), torch.cat([b.high for b in found]))
+    return NaturalPrior([moved(spec[name]) for name in theta_names], bounds)
 
 
 @contextmanager
@@ -162,47 +161,6 @@ def seeded(purpose: str, seed: int) -> Iterator[None]:
         # Not torch.manual_seed, which would also reseed the accelerators.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
         yield
-
-
-def moved(
-    value: object,
-    dtype: torch.dtype = torch.float64,
-    device: str | torch.device = "cpu",
-    memo: dict | None = None,
-) -> object:
-    """Copy of a model, distribution or SDE with every floating tensor in it moved.
-
-    Looks into lists, tuples, dicts, modules, torch distributions and transforms, SDEs (their class
-    attributes too); anything else is shared. Distributions no longer validate their arguments.
-    """
-    memo = {} if memo is None else memo
-    if isinstance(value, Tensor):
-        dtype = dtype if value.is_floating_point() else value.dtype
-        return value.to(device=device, dtype=dtype, copy=True)
-    if type(value) in (list, tuple):
-        return type(value)(moved(item, dtype, device, memo) for item in value)
-    if type(value) is dict:
-        return {key: moved(item, dtype, device, memo) for key, item in value.items()}
-    if not isinstance(value, Movable | Distribution | Transform | Constraint | SDE | nn.Module):
-        return value
-    # A transform and its inverse refer to each other, hence the memo.
-    if id(value) not in memo:
-        memo[id(value)] = twin = object.__new__(type(value))
-        for name, item in {**_class_tensors(value), **vars(value)}.items():
-            twin.__dict__[name] = moved(item, dtype, device, memo)
-        if isinstance(value, Distribution):
-            twin.__dict__["_validate_args"] = False
-    return memo[id(value)]
-
-
-def _class_tensors(value: object) -> dict[str, Tensor]:
-    """Tensors that a user wrote as class attributes."""
-    return {
-        name: item
-        for kind in reversed(type(value).__mro__)
-        for name, item in vars(kind).items()
-        if isinstance(item, Tensor)
-    }
 
 
 def _summed(distribution: Distribution, value: Tensor) -> Tensor:

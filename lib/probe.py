@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
+from lib.bounds import Bounds
 from lib.sde import SDE
 
 LARGEST_OVERFLOW = 0.1  # share of the prior draws
@@ -146,27 +147,6 @@ def check_univariate(role: str, distribution: object) -> None:
         raise ValueError(f"{role} must be univariate, with shape (); got shape {shape}.")
 
 
-def check_support(role: str, distribution: Distribution, low: float, hint: str) -> None:
-    """The support must include (low, ∞): q goes everywhere, and outside torch's values are wrong.
-
-    Torch takes the image of every affine map for the whole line, so a shifted prior passes here.
-    """
-    try:
-        support = distribution.support
-    except NotImplementedError:
-        return
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    lower = torch.as_tensor(getattr(support, "lower_bound", -math.inf)).max().item()
-    upper = torch.as_tensor(getattr(support, "upper_bound", math.inf)).min().item()
-    if support.is_discrete or lower > low or upper < math.inf:
-        kind = "integers in " if support.is_discrete else ""
-        raise ValueError(
-            f"{role} must have all of ({low:g}, inf) as its support; got {kind}({lower:g}, "
-            f"{upper:g}) from {type(distribution).__name__}. {hint}"
-        )
-
-
 def parse_x0(values: object, names: tuple[str, ...]) -> Float[Tensor, " state"]:
     """Fixed components of x_0 as float64."""
     try:
@@ -213,17 +193,25 @@ def check_prior(
         )
 
 
-def check_theta(theta: object, names: tuple[str, ...], positive: Tensor) -> None:
+def check_theta(theta: object, names: tuple[str, ...], bounds: Bounds) -> None:
     """θ to simulate from: a row a path, an entry a parameter, on the natural scale."""
     rule = f"theta must be a tensor (n, {len(names)}), a row for each path of {names}"
     if not isinstance(theta, Tensor):
         raise TypeError(f"{rule}; got {type(theta).__name__}.")
     if theta.ndim != 2 or theta.shape[1] != len(names):
         raise ValueError(f"{rule}; got {tuple(theta.shape)}.")
-    if not (theta[:, positive] > 0).all():
-        signed = [name for name, flag in zip(names, positive.tolist(), strict=True) if flag]
+    check_bounds("theta", theta, names, bounds)
+
+
+def check_bounds(role: str, theta: Tensor, names: tuple[str, ...], bounds: Bounds) -> None:
+    """Rows of θ: on the natural scale, each within its bounds."""
+    wrong = (~bounds.contain(theta)).nonzero().tolist()
+    if wrong:
+        row, j = wrong[0]
+        low, high = bounds.low[j].item(), bounds.high[j].item()
         raise ValueError(
-            f"theta must be on the natural scale, positive for {signed}; got {theta[0].tolist()}."
+            f"{role} must be on the natural scale, {names[j]} in ({low:g}, {high:g}); got "
+            f"{theta[row].tolist()}."
         )
 
 

@@ -1,5 +1,7 @@
 """Door of the SDE: its drift a(t, x, θ) and diffusion β(t, x, θ) tried on prior draws."""
 
+import inspect
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,6 +12,7 @@ from lib.sde import SDE
 TOLERANCE, SINGULAR = 1e-8, 1e-14  # relative to the largest entry of β
 LOG_ORDINARY = 3.0  # |log θ| up to which nothing overflows
 CONSTANTS = "make constants with x.new_tensor, and change no argument in place."
+ARGUMENTS = ("t", "x", "theta")
 HINTS = {
     "drift": f"Index as x[..., 0], join with torch.stack([a1, a2], -1), {CONSTANTS}",
     "diffusion": "Index as x[..., 0], join rows with torch.stack([b11, b12], -1) and the matrix "
@@ -23,6 +26,8 @@ def check_sde(
     sde: SDE, theta: Float[Tensor, "draws theta"], x0: Float[Tensor, "draws state"]
 ) -> None:
     """Shapes as in a simulation, (mc, p), and as in training, (mc, time, p); then the values."""
+    for name in ("drift", "diffusion"):
+        _check_written(sde, name)
     p, d = sde.num_states, sde.num_theta
     t = torch.linspace(0.0, 1.0, p + d + 2, dtype=torch.float64)[:, None]
     x = _nudged(x0, torch.tensor(sde.positive_states))
@@ -39,6 +44,25 @@ def check_sde(
     usable = _finite(sde.alive(full[1]), ordinary, values, full)
     chosen = tuple(part[usable] for part in full)
     _check_beta(sde, values["diffusion"][usable], values["diffusion_tril"][usable], chosen)
+
+
+def _check_written(sde: SDE, name: str) -> None:
+    """The user's own function, with its arguments in order: another order may fit every shape."""
+    function, title = getattr(sde, name), type(sde).__name__
+    if getattr(function, "__func__", None) is getattr(SDE, name):
+        tail = "(..., p)" if name == "drift" else "(..., p, p)"
+        raise ValueError(
+            f"{name} of {title} must be written; got none. {title} must define {name}(self, t, x, "
+            f"theta) -> {tail}."
+        )
+    try:
+        order = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # no function of Python, or no function: calling it will tell
+        return
+    if set(order) == set(ARGUMENTS) and order != list(ARGUMENTS):
+        raise ValueError(
+            f"{name} of {title} must take (t, x, theta) in that order; got ({', '.join(order)})."
+        )
 
 
 def _finite(

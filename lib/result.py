@@ -3,6 +3,7 @@
 import copy
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
-from lib.storage import difference, identity, read, rebuild, write
+from lib.storage import check_columns, difference, identity, read, rebuild, write
 from lib.tables import Draws, draws_table, inference_data, path_table, theta_table, write_csv
 from lib.widened import second_look
 
@@ -77,8 +78,8 @@ class FitResult:
     @torch.no_grad()
     def draws(self, n: int, seed: int = 0) -> Draws:
         """n independent draws of (θ, x) from q, with log q and log p(ϑ, x, y), made in chunks."""
-        _check_count(n)
-        generator, grid = torch.Generator().manual_seed(seed), self.observations.grid()
+        check_count(n)
+        generator, grid = _generator(seed), self.observations.grid()
         parts, q, size = [], self._exact_q, chunk_size(self._exact_q)
         for first in range(0, n, size):
             sample = q(q.draw_noise(min(size, n - first), generator))
@@ -90,7 +91,7 @@ class FitResult:
 
     def diagnostics(self, n: int = 10_000, seed: int = 0) -> Diagnostics:
         """Trust report from n fresh draws, and from n/3 wider ones that may leave q(ϑ)."""
-        _check_count(n, 2)
+        check_count(n, 2)
         draws = self.draws(n, seed)
         size = draws.x.shape[-1] * (draws.x.shape[-2] - 1)
         try:
@@ -103,7 +104,7 @@ class FitResult:
     def _second_look(self, draws: Draws, num_wide: int, seed: int) -> SecondLook:
         """Weights of the draws and of num_wide others, whose ϑ go beyond q(ϑ)."""
         q, grid = self._exact_q, self.observations.grid()
-        generator, flow = torch.Generator().manual_seed(seed + 1), q.theta_flow
+        generator, flow = _generator(seed + 1), q.theta_flow
         shape = (THETA_DRAWS + num_wide, self.model.num_theta)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return second_look(
@@ -117,7 +118,7 @@ class FitResult:
 
     def marginals(self, n: int = 10_000, seed: int = 0) -> Marginals:
         """Quantiles of each ϑ, from n draws as they are and importance-weighted (PSIS)."""
-        _check_count(n, 2)
+        check_count(n, 2)
         draws = self.draws(n, seed)
         return marginals(self.model.theta_names, draws.vartheta, draws.log_weight)
 
@@ -125,14 +126,14 @@ class FitResult:
     def predict(self, n: int, seed: int = 0) -> Float[Tensor, "mc time obs"]:
         """Replicated observations y at every grid time t_0…t_N, one set for each draw of q."""
         draws = self.draws(n, seed)
-        return self._observe(draws.x, draws.theta, torch.Generator().manual_seed(seed + 1))
+        return self._observe(draws.x, draws.theta, _generator(seed + 1))
 
     @torch.no_grad()
     def forecast(self, steps: int, n: int, seed: int = 0) -> Forecast:
         """Euler-Maruyama paths of the next ``steps`` grid steps after the data's end."""
-        _check_count(steps, name="steps")
+        check_count(steps, name="steps")
         draws, obs = self.draws(n, seed), self.observations
-        generator = torch.Generator().manual_seed(seed + 1)
+        generator = _generator(seed + 1)
         noise = torch.randn(n, steps, draws.x.shape[-1], generator=generator, dtype=draws.x.dtype)
         t0 = obs.t0 + obs.num_steps * obs.dt
         euler = EulerMaruyama(self.model.sde, obs.dt)
@@ -149,13 +150,17 @@ class FitResult:
         return self.model.observation.sample(x, named, noise)
 
     def summary(self, n: int = 10_000, seed: int = 0) -> pd.DataFrame:
-        """Mean, sd and quantiles of each θ, natural scale: of n draws, then weighted (PSIS)."""
-        _check_count(n, 2)
+        """Mean, sd and quantiles of each θ, natural scale: of n draws, then weighted (PSIS).
+
+        ``weights_trusted`` is False where k-hat of these draws exceeds 0.7: weighted numbers, which
+        follow it, then mislead.
+        """
+        check_count(n, 2)
         return theta_table(self.model.theta_names, self.draws(n, seed))
 
     def path_summary(self, n: int = 2000, seed: int = 0) -> pd.DataFrame:
         """The same of x, with fewer quantiles, at each grid time: a row for each time and state."""
-        _check_count(n, 2)
+        check_count(n, 2)
         t = self.observations.grid().t
         return path_table(self.model.state_names, t, self.draws(n, seed))
 
@@ -163,9 +168,10 @@ class FitResult:
         """Write parameters, paths, draws and diagnostics, each as NAME.csv, from n draws of a seed.
 
         The folder is made where it is missing. Weighted numbers are there whatever they are worth:
-        ``k_hat`` and ``verdict`` in diagnostics.csv say that. ``seed`` is there the fit's own.
+        ``weights_trusted`` beside them says it, ``k_hat`` and ``verdict`` in diagnostics.csv say
+        why. ``seed`` is there the fit's own.
         """
-        _check_count(n, 2)
+        check_count(n, 2)
         model, draws, report = self.model, self.draws(n, seed), self.diagnostics(n, seed)
         own = {"converged": self.converged, "reason": self.reason, "seed": self.seed, "draws": n}
         tables = {
@@ -203,6 +209,9 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
         FileNotFoundError: If there is no such file.
         ValueError: If it is no fit's, or that of another model or of other data, and which.
     """
+    check_kind("model", model, StateSpaceModel)
+    check_kind("observations", observations, Observations, "Read a file with lib.read_csv.")
+    check_columns(model, observations)
     saved, here = read(path), identity(model, observations)
     if saved["identity"].keys() != here.keys() or saved["family"].keys() != _OPTIONS:
         raise ValueError(f"{path} must be of this version of lib; got another's. Fit again.")
@@ -217,6 +226,27 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
     return FitResult(model, observations, q, family, history, *saved["verdict"])
 
 
-def _check_count(n: int, least: int = 1, name: str = "n") -> None:
-    if not isinstance(n, int) or n < least:
+def check_kind(name: str, value: object, kind: type, hint: str = "") -> None:
+    """The value is of that kind, before it fails far inside."""
+    if not isinstance(value, kind):
+        got = type(value).__name__
+        raise TypeError(f"{name} must have type {kind.__name__}; got {got}. {hint}".rstrip())
+
+
+def check_count(n: object, least: int = 1, name: str = "n") -> None:
+    """A whole number, not too small."""
+    if not isinstance(n, Integral) or n < least:
         raise ValueError(f"{name} must be a whole number, {least} or more; got {n!r}.")
+
+
+def check_seed(seed: object) -> int:
+    """The seed as an int, of those that torch takes, numpy's included."""
+    if not isinstance(seed, Integral):
+        raise TypeError(f"seed must be a whole number; got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be a whole number of 64 bits; got {seed}.")
+    return int(seed)
+
+
+def _generator(seed: object) -> torch.Generator:
+    return torch.Generator().manual_seed(check_seed(seed))

@@ -9,15 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.priors import (
-    InitialState,
-    Movable,
-    make_prior,
-    moved,
-    seeded,
-    to_natural,
-    to_unconstrained,
-)
+from lib.movable import Movable, moved
+from lib.priors import InitialState, make_prior, seeded
 from lib.probe import (
     check_declaration,
     check_names,
@@ -117,18 +110,17 @@ class SimulatedPaths(NamedTuple):
 class StateSpaceModel(Movable):
     r"""Joint density :math:`p(ϑ)\,p(x_0)\,Π_i p(x_i | x_{i-1}, θ)\,Π_i p(y_i | x_i, θ)`.
 
-    θ is on the natural scale, ϑ unconstrained: the logarithm of the positive components. Names that
-    only σ uses are appended to θ as positive parameters. With positive states the density is that
-    on {x > 0}, not renormalised; x must lie there.
+    θ is on the natural scale, ϑ unconstrained: the logarithm of the positive components, the logit
+    of those whose prior has two ends (`lib.bounds`). Names that only σ uses are appended to θ as
+    positive parameters. With positive states the density is that on {x > 0}, not renormalised; x
+    must lie there.
 
     Args:
         sde: Drift, diffusion and the names of states and parameters.
         observation: Observation density.
         prior: Torch distribution over ϑ with batch + event shape (d,); or a dict from parameter
-            name to univariate distribution on the natural scale. Its support must be all that the
-            parameter can be: bound one further inside the SDE, by a sigmoid of a real θ.
-        x0: Numbers (p,), a torch distribution of shape (p,), or a dict from state name to either;
-            the support is to include all that the state can be.
+            name to univariate distribution on the natural scale, whose support then bounds θ.
+        x0: Numbers (p,), a torch distribution of shape (p,), or a dict from state name to either.
 
     Raises:
         ValueError: If a piece does not fit, found by trying it on prior draws.
@@ -144,8 +136,8 @@ class StateSpaceModel(Movable):
         self.state_names, self.positive_states = tuple(sde.state_names), sde.positive_states
         positive = {s: s in (*sde.positive_theta, *appended) for s in self.theta_names}
         check_names(observation.F, self.state_names, observation.theta_names, positive)
-        self.positive_theta = torch.tensor(list(positive.values()))
-        self.prior = make_prior(prior, self.theta_names, self.positive_theta)
+        self.prior = make_prior(prior, self.theta_names, torch.tensor(list(positive.values())))
+        self.bounds = self.prior.bounds
         self.initial = InitialState(x0, self.state_names, self.positive_states)
         self._check_on_draws()
 
@@ -196,11 +188,11 @@ class StateSpaceModel(Movable):
 
     def to_theta(self, vartheta: Float[Tensor, "*batch theta"]) -> Float[Tensor, "*batch theta"]:
         """θ from ϑ."""
-        return to_natural(vartheta, self.positive_theta)
+        return self.bounds.to_natural(vartheta)
 
     def to_vartheta(self, theta: Float[Tensor, "*batch theta"]) -> Float[Tensor, "*batch theta"]:
         """ϑ from θ."""
-        return to_unconstrained(theta, self.positive_theta)
+        return self.bounds.to_unconstrained(theta)
 
     def named(self, theta: Float[Tensor, "*batch theta"]) -> dict[str, Float[Tensor, "*batch 1"]]:
         """Parameters by name, each (..., 1)."""
@@ -258,7 +250,7 @@ class StateSpaceModel(Movable):
         t0: float | int = 0.0,
     ) -> SimulatedPaths:
         """One path of the Euler model for each row of θ (prior or posterior draws)."""
-        check_theta(theta, self.theta_names, self.positive_theta)
+        check_theta(theta, self.theta_names, self.bounds)
         with seeded("paths", seed):
             noise = torch.randn(len(theta), num_steps, self.num_states, dtype=torch.float64)
         x0 = self.sample_x0(len(theta), seed).to(theta)

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lib.bounds import Bounds
 from lib.data import Grid
 from lib.features import interpolate, mean_sd, steps_since
-from lib.priors import to_natural, to_unconstrained
 from lib.ssm import StateSpaceModel
 
 NUM_DRAWS = 2000
@@ -60,21 +60,21 @@ def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
     path = _through_data(model, grid, path)
     _check_beta(model, grid, vartheta, path)
     # exp of a wider ϑ overflows in nearly every draw, and then no step of a fit is finite.
-    spread = torch.where(model.positive_theta, spread[:d].clamp(max=WIDEST_LOG), spread[:d])
+    spread = torch.where(model.bounds.half, spread[:d].clamp(max=WIDEST_LOG), spread[:d])
     return Start(vartheta, 0.1 * spread, path, _path_sd(model, grid, vartheta, path))
 
 
 def _draw_unknowns(model: StateSpaceModel, seed: int) -> Tensor:
-    """Prior draws of ϑ, then of what is unknown of x_0, its positive components as logarithms."""
-    free, positive = _unknown_x0(model)
-    x0 = to_unconstrained(model.sample_x0(NUM_DRAWS, seed)[:, free], positive)
+    """Prior draws of ϑ, then of what is unknown of x_0, unconstrained too."""
+    free, bounds = _unknown_x0(model)
+    x0 = bounds.to_unconstrained(model.sample_x0(NUM_DRAWS, seed)[:, free])
     return torch.cat([model.sample_prior(NUM_DRAWS, seed), x0], -1)
 
 
-def _unknown_x0(model: StateSpaceModel) -> tuple[Tensor, Tensor]:
-    """Which components of x_0 have a density; which of those are positive."""
-    free = ~model.x0_fixed
-    return free, torch.tensor(model.positive_states)[free]
+def _unknown_x0(model: StateSpaceModel) -> tuple[Tensor, Bounds]:
+    """Which components of x_0 have a density; where those can be."""
+    free, bounds = ~model.x0_fixed, model.initial.bounds
+    return free, Bounds(bounds.low[free], bounds.high[free])
 
 
 class _Residuals:
@@ -88,9 +88,9 @@ class _Residuals:
     def path(self, unknowns: Tensor) -> Tensor:
         """Euler steps of the drift alone, (batch, N+1, p)."""
         model, sde, grid = self.model, self.model.sde, self.grid
-        theta, (free, positive) = model.to_theta(unknowns[:, : model.num_theta]), _unknown_x0(model)
+        theta, (free, bounds) = model.to_theta(unknowns[:, : model.num_theta]), _unknown_x0(model)
         x = model.x0_value.repeat(len(unknowns), 1)
-        x[:, free] = to_natural(unknowns[:, model.num_theta :], positive)
+        x[:, free] = bounds.to_natural(unknowns[:, model.num_theta :])
         steps = [x]
         for t in grid.t[:-1]:
             x = x + sde.drift(*sde.aligned(t.expand(1), x, theta)) * grid.dt
@@ -133,13 +133,15 @@ def _noise_scale(model: StateSpaceModel, grid: Grid, vartheta: Tensor, path: Ten
     """Set each unknown σ to the root mean square of what the drift-only path leaves unexplained."""
     residual = (grid.y - model.observation.mean(path)) * grid.observed
     square, count = residual.square().sum(0), grid.observed.sum(0)
-    vartheta, entries = vartheta.clone(), model.observation.sigma
+    theta, entries = model.to_theta(vartheta), model.observation.sigma
     for name in model.observation.theta_names:
         columns = [j for j in range(len(count)) if entries[min(j, len(entries) - 1)] == name]
         rms = (square[columns].sum() / count[columns].sum()).sqrt()
         if rms.isfinite() and rms > 0:
-            vartheta[model.theta_names.index(name)] = rms.log()
-    return vartheta
+            theta[model.theta_names.index(name)] = rms
+    # The rest as it was: exp and log would round it, or overflow.
+    named = torch.tensor([name in model.observation.theta_names for name in model.theta_names])
+    return torch.where(named, model.to_vartheta(model.bounds.inside(theta)), vartheta)
 
 
 def _through_data(model: StateSpaceModel, grid: Grid, path: Tensor) -> Tensor:

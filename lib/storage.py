@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from lib.data import Observations
+from lib.data import Observations, as_path, existing_file
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.priors import NaturalPrior
@@ -19,12 +19,19 @@ from lib.start import Start
 KEYS = {"weights", "family", "history", "verdict", "identity"}
 SHOWN = 100  # characters of two values that a sentence shows whole
 TOLERANCE = 1e-9  # another machine rounds a density differently
+# What a difference of log densities at trial values tells a user.
+MEANS = {
+    "prior density": "log p of trial values",
+    "x0 density": "log p of trial values",
+    "transition density": "log p(x | θ) of trial paths: drift and diffusion",
+    "observation density": "log p(y | x, θ) of trial paths: F and sigma",
+}
 SIZES = torch.logspace(-3, 4, 57, dtype=torch.float64)
 
 
 def write(path: str | Path, content: dict[str, object]) -> None:
     """Write the content of a fit, beside the file first, so that no half of one is ever there."""
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir():
         raise ValueError(f"path must name a file; got the folder {path}. Add a name, as in fit.pt.")
     if not path.parent.is_dir():
@@ -42,9 +49,7 @@ def write(path: str | Path, content: dict[str, object]) -> None:
 def read(path: str | Path) -> dict:
     """Content of a fit's file, its tensors on the CPU wherever they were made."""
     rule = f"{path} must be a file written by FitResult.save; got"
-    if Path(path).is_dir():
-        raise ValueError(f"{rule} a folder.")
-    with Path(path).open("rb") as file:  # a file that is not there, or not to be read, says so
+    with existing_file(path).open("rb") as file:  # one that may not be read says so
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as err:  # what the bytes of another file make the reader raise is open
@@ -70,6 +75,16 @@ def rebuild(
     return q
 
 
+def check_columns(model: StateSpaceModel, observations: Observations) -> None:
+    """As many columns of data as of F."""
+    found = observations.y.shape[1]
+    if found != model.num_observed:
+        raise ValueError(
+            f"F has {model.num_observed} columns, so the data need as many observed columns; got "
+            f"{found}: {', '.join(observations.names)}."
+        )
+
+
 @torch.no_grad()
 def identity(model: StateSpaceModel, observations: Observations) -> dict[str, object]:
     """What a fit must share with the model and the data that it is used with."""
@@ -78,12 +93,13 @@ def identity(model: StateSpaceModel, observations: Observations) -> dict[str, ob
     transition, observation = _joint_densities(model, observations)
     return {
         "theta_names": list(model.theta_names),
-        "positive_theta": model.positive_theta.tolist(),
+        "bounds": [model.bounds.low.tolist(), model.bounds.high.tolist()],
         "state_names": list(model.state_names),
         "positive_states": list(model.positive_states),
         "x0": [model.x0_fixed.tolist(), model.x0_value.tolist()],
         "t0": observations.t0,
         "dt": observations.dt,
+        "number of observed columns": observations.y.shape[1],
         "times": observations.times.tolist(),
         "y": _numbers(observations.y),
         "prior density": [_densities(part) for part in priors],
@@ -97,7 +113,8 @@ def difference(here: Mapping[str, object], there: Mapping[str, object]) -> str:
     """The first thing in which a fit's identity (there) is another, in words; or nothing."""
     for key, value in here.items():
         if not _same(value, there[key]):
-            return f"{key}; {_told(value, there[key])}"
+            meaning = f" ({MEANS[key]})" if key in MEANS else ""
+            return f"{key}{meaning}; {_told(value, there[key])}"
     return ""
 
 

@@ -10,8 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.data import Observations
-from lib.diagnostics import arviz, nan_is_no_mass, psis_weights, weighted_quantiles
+from lib.data import Observations, as_path
+from lib.diagnostics import (
+    K_HAT_LIMIT,
+    arviz,
+    k_hat,
+    nan_is_no_mass,
+    psis_weights,
+    weighted_quantiles,
+)
 
 THETA_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
 PATH_LEVELS = (0.025, 0.5, 0.975)
@@ -53,7 +60,9 @@ def draws_table(names: Sequence[str], draws: Draws) -> pd.DataFrame:
 
 def write_csv(folder: str | Path, tables: Mapping[str, pd.DataFrame]) -> list[Path]:
     """Write each table to NAME.csv, ten digits a number and nothing where there is none."""
-    folder = Path(folder)
+    folder = as_path(folder, "folder")
+    if folder.is_file():
+        raise ValueError(f"folder must name a folder; got the file {folder}.")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.csv" for name in tables]
     for path, table in zip(paths, tables.values(), strict=True):
@@ -108,10 +117,14 @@ def _summaries(
     log_weight: Float[Tensor, " mc"],
     levels: tuple[float, ...],
 ) -> dict[str, np.ndarray]:
-    """Statistics by name, an entry a column: of the draws as they are, then weighted."""
+    """Statistics by name, an entry a column: of the draws as they are, then weighted.
+
+    Between the two, ``weights_trusted``: whether k-hat, the same for every entry, is at most 0.7.
+    """
     equal = torch.full_like(log_weight, 1 / len(log_weight))
     raw, weighted = (_statistics(values, w, levels) for w in (equal, _weights(log_weight)))
-    return raw | {f"weighted_{name}": entries for name, entries in weighted.items()}
+    trusted = {"weights_trusted": np.full(values.shape[1], k_hat(log_weight) <= K_HAT_LIMIT)}
+    return raw | trusted | {f"weighted_{name}": entries for name, entries in weighted.items()}
 
 
 def _weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:

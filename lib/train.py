@@ -2,10 +2,10 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from numbers import Integral
 
 import numpy as np
 import torch
@@ -20,15 +20,16 @@ from lib.family import Family
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
 from lib.refit import refit_theta
-from lib.result import FitResult, History
+from lib.result import FitResult, History, check_kind, check_seed
 from lib.schedule import WARM_UP_SHARE, judge, refit_steps, schedule, temper
 from lib.ssm import StateSpaceModel
 from lib.start import find_start
 from lib.step import make_optimizers, make_step, set_rates
-from lib.storage import difference, identity, rebuild
+from lib.storage import check_columns, difference, identity, rebuild
 
 MAX_SKIPPED = 50
-OPTIONAL = ("config", "resume")
+LONG_GRID = 100_000  # steps of dt
+GRID_STEP_BYTES = 75_000  # of memory, measured at the default options, one state
 SEED_STRIDE = 1_000_003
 
 
@@ -59,12 +60,10 @@ def fit(
             another model, other data or another family.
     """
     device = choose_device(device)
-    _check_kinds(model, observations, config, seed, resume)
-    if observations.y.shape[1] != model.num_observed:
-        raise ValueError(
-            f"F has {model.num_observed} columns, so the data need as many observed columns; "
-            f"got {observations.y.shape[1]}."
-        )
+    _check_kinds(model, observations, config, resume)
+    seed = check_seed(seed)
+    check_columns(model, observations)
+    _warn_of_length(observations)
     if resume is not None:
         config = config or FitConfig(family=resume.family)
         _check_resume(resume, model, observations, config)
@@ -86,24 +85,25 @@ def fit(
     return FitResult(model, observations, q, config.family, history, *verdict, seed, device)
 
 
-def _check_kinds(
-    model: object, observations: object, config: object, seed: object, resume: object
-) -> None:
-    """Each argument is of its kind, before one of them fails far inside."""
-    kinds = (
-        ("model", model, StateSpaceModel),
-        ("observations", observations, Observations),
-        ("config", config, FitConfig),
-        ("resume", resume, FitResult),
-        ("seed", seed, Integral),
-    )
-    hints = {"observations": "Read a file with lib.read_csv.", "resume": "Read one with load_fit."}
-    for name, value, kind in kinds:
-        if not (name in OPTIONAL and value is None) and not isinstance(value, kind):
-            wanted, got = kind.__name__, type(value).__name__
-            raise TypeError(
-                f"{name} must have type {wanted}; got {got}. {hints.get(name, '')}".rstrip()
-            )
+def _check_kinds(model: object, observations: object, config: object, resume: object) -> None:
+    check_kind("model", model, StateSpaceModel)
+    check_kind("observations", observations, Observations, "Read a file with lib.read_csv.")
+    if config is not None:
+        check_kind("config", config, FitConfig, "Write lib.FitConfig(num_steps=500), say.")
+    if resume is not None:
+        check_kind("resume", resume, FitResult, "Read one with load_fit.")
+
+
+def _warn_of_length(observations: Observations) -> None:
+    """A grid for which a fit takes a large machine and hours is more often a slip of the unit."""
+    num_steps = observations.num_steps
+    if num_steps > LONG_GRID:
+        warnings.warn(
+            f"the grid has {num_steps} steps of dt = {observations.dt:g} from t0 = "
+            f"{observations.t0:g}: a fit takes about {num_steps * GRID_STEP_BYTES / 1e9:.0f} GB "
+            "and many hours. Is dt too small, or t0 long before the first time?",
+            stacklevel=3,
+        )
 
 
 def _check_resume(

@@ -1,5 +1,6 @@
 """Fits from several starts: what counts as agreement, on draws whose answer is known."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.distributions import Normal
 
 import lib
+from lib import agreement
 from lib.agreement import compare, compare_fits
 
 NAMES, N = ("a", "b"), 4001
@@ -83,3 +85,23 @@ def test_compare_fits_draws_from_each_and_refuses_strangers():
         compare_fits([fits[0], other])
     with pytest.raises(ValueError, match="two or more of one model and data; got 1"):
         compare_fits(fits[:1])
+    with pytest.raises(ValueError, match="n must be a whole number, 2 or more; got 1"):
+        compare_fits(fits, n=1)
+    # Twice the same says nothing, be it the object, a copy or a fit loaded again.
+    again = replace(fits[0], q=copy.deepcopy(fits[0].q), seed=5)
+    for group, places in (([fits[0]] * 2, "0 and 1"), ([*fits, again], "0 and 2")):
+        with pytest.raises(ValueError, match=f"starts; fits {places} are one and the same"):
+            compare_fits(group, 800)
+
+
+@pytest.mark.parametrize(
+    ("fits", "words"),
+    [
+        ("ab", "fits must be a list of fits; got str"),
+        ({"a": 1}, "fits must be a list of fits; got dict"),
+        (["fit.pt", "b"], "fit 0 must have type FitResult; got str"),
+    ],
+)
+def test_what_is_no_list_of_fits_is_refused(fits, words):
+    with pytest.raises(TypeError, match=words):
+        agreement._check_fits(fits)

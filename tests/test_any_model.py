@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.distributions import (
     Gamma,
     HalfNormal,
+    Kumaraswamy,
     LogNormal,
     MultivariateNormal,
     Normal,
     TransformedDistribution,
+    Uniform,
 )
 from torch.distributions.transforms import AffineTransform
 from torch.testing import assert_close
@@ -208,32 +210,42 @@ class Root(Known):
         return (0.1 * x)[..., None]
 
 
-def test_fit_with_a_lognormal_x0_has_the_evidence_of_a_quadrature() -> None:
+X0_LAWS = {
+    "log-normal": (LogNormal(torch.tensor([1.0]), 0.3), 1e-3, 12.0),
+    "uniform": (Uniform(torch.tensor([1.5]), 3.0), 1.5, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", X0_LAWS)
+def test_fit_with_a_positive_x0_has_the_evidence_of_a_quadrature(name: str) -> None:
     """One step, so (x_0, x_1) is a plane. Kills log h' or p(x_0) left out, or counted twice."""
     obs = lib.Observations([0.0, 0.5], [2.4, 1.6], dt=0.5)
-    prior, law = Normal(torch.zeros(2), torch.ones(2)), LogNormal(torch.tensor([1.0]), 0.3)
+    prior, (law, low, high) = Normal(torch.zeros(2), torch.ones(2)), X0_LAWS[name]
     model = lib.StateSpaceModel(Root(1), lib.GaussianObservation([[1.0]], 0.8), prior, law)
-    x0, x1 = torch.linspace(1e-3, 12.0, 1201)[:, None], torch.linspace(1e-3, 9.0, 901)[None]
+    x0, x1 = torch.linspace(low, high, 1201)[:, None], torch.linspace(1e-3, 9.0, 901)[None]
     log_density = law.log_prob(x0) + Normal(x0, 0.8).log_prob(torch.tensor(2.4))
     log_density = log_density + Normal(0.75 * x0 + 0.25, (0.05 * x0).sqrt()).log_prob(x1)
     density = (log_density + Normal(x1, 0.8).log_prob(torch.tensor(1.6))).exp()
     exact = torch.trapezoid(torch.trapezoid(density, x1[0]), x0[:, 0]).log().item()
-    report = short_fit(model, obs, 150).diagnostics(20_000)
+    fit = short_fit(model, obs, 150)
+    report, x0 = fit.diagnostics(20_000), fit.draws(2_000).x[:, 0]
     assert report.log_evidence == pytest.approx(exact, abs=0.01)
     assert exact - 0.05 < report.elbo < exact + 0.01
+    assert low < x0.min() and x0.max() < high
 
 
-class Four(lib.SDE):
-    """Three positive parameters and a real one, all of which move the path."""
+class Six(lib.SDE):
+    """Six parameters, positive, real and in an interval, all of which move the path."""
 
-    state_names, theta_names = ("x",), ("gamma", "lognormal", "normal", "halfnormal")
+    state_names, theta_names = ("x",), (
+        "gamma", "lognormal", "normal", "halfnormal", "uniform", "kumaraswamy")  # fmt: skip
     positive_theta = ("gamma", "lognormal", "halfnormal")
 
     def drift(self, t, x, theta):
-        return 0.3 * theta[..., 2:3] - 0.1 * theta[..., :1] * x
+        return 0.3 * theta[..., 2:3] - 0.1 * theta[..., :1] * x + theta[..., 4:5]
 
     def diffusion(self, t, x, theta):
-        return (0.5 + 0.1 * theta[..., 1:2] + 0.1 * theta[..., 3:])[..., None]
+        return (0.5 + 0.1 * theta[..., 1:2] + 0.1 * theta[..., 3:4] + theta[..., 5:])[..., None]
 
 
 def test_data_that_say_nothing_leave_the_prior_of_every_parameter() -> None:
@@ -244,9 +256,11 @@ def test_data_that_say_nothing_leave_the_prior_of_every_parameter() -> None:
         "lognormal": LogNormal(0.5, 0.4),
         "normal": Normal(-1.0, 0.7),
         "halfnormal": HalfNormal(1.5),
+        "uniform": Uniform(-2.0, 3.0),
+        "kumaraswamy": Kumaraswamy(torch.tensor(2.0), torch.tensor(3.0)),
     }
     obs = lib.Observations([0.1, 0.3], [0.5, 0.5], dt=0.1)
-    model = lib.StateSpaceModel(Four(), lib.GaussianObservation([[1.0]], 1e8), laws, [0.5])
+    model = lib.StateSpaceModel(Six(), lib.GaussianObservation([[1.0]], 1e8), laws, [0.5])
     fit = short_fit(model, obs, 200, theta_flows=2)
     report, theta = fit.diagnostics(20_000), fit.draws(20_000).theta
     evidence = 2 * Normal(0.0, 1e8).log_prob(torch.tensor(0.0)).item()

@@ -3,9 +3,11 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from lib import data
 from lib.data import Observations, data_path, read_csv
 
 HEADER = "t,y\n"
@@ -90,7 +92,8 @@ def test_negative_t0_and_integer_times():
 REFUSED_TIMES = {
     "off the grid": ([0.1, 0.25], r"grid t0 \+ i\*dt \(t0 = 0, dt = 0.1\); got 0.25 in row 2. The "
                      r"nearest grid times are 0.2 and 0.3"),
-    "just off the grid": ([0.1 + 2e-7], r"got 0.1000002 in row 1"),
+    "just off the grid": ([0.1 + 2e-7], r"got 0.1000002 in row 1.*Write the times with more dig"),
+    "rounded": ([0.1, 0.1995], r"got 0.1995 in row 2.*Write the times with more digits, or in a u"),
     "before t0": ([-0.1, 0.1], r"got -0.1 in row 1, which is before t0"),
     "off the grid and before t0": ([-0.05, 0.1], r"got -0.05 in row 1, which is before t0"),
     "repeated": ([0.1, 0.1], r"times must increase; got 0.1 in row 2, which repeats"),
@@ -119,6 +122,7 @@ def test_bad_times_are_refused(name):
         ([0.1], 1.0, r"times must be \(M,\).*got \(1,\) and \(\)"),
         ([0.0], [1.0], r"last time must be after t0 = 0; got 0 in row 1 only"),
         ([0.1], ["a"], r"y must be numbers, NaN where missing; got .*'a'"),
+        ([0.1], [1j], r"y must be numbers, NaN where missing; got complex ones"),
         (np.array(["2020-01-01"], "M8[D]"), [1.0], r"times must be numbers.*dates; count them"),
     ],
 )
@@ -141,8 +145,68 @@ def test_t0_must_be_finite():
 
 
 def test_names_must_fit():
-    with pytest.raises(ValueError, match=r"one entry a column of y, 1; got \('a', 'b'\)"):
+    with pytest.raises(
+        ValueError, match=r"one entry a column of y, 1, each another; got \['a', 'b'\]"
+    ):
         Observations([0.1], [1.0], dt=0.1, names=("a", "b"))
+
+
+def test_names_must_differ():
+    with pytest.raises(ValueError, match=r"column of y, 2, each another; got \['a', 'a'\]"):
+        Observations([0.1], [[1.0, 2.0]], dt=0.1, names=("a", "a"))
+
+
+def test_a_component_may_be_held_out_of_the_observations():
+    """It is predicted then. Kills a refusal that is meant for columns of a file."""
+    observations = Observations([0.1, 0.2], [[1.0, math.nan], [2.0, math.nan]], dt=0.1)
+    assert observations.grid().observed.tolist() == [[0, 0], [1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("blank", [["b"], ["a", "b"]])
+def test_a_blank_column_of_a_file_is_named(blank, write):
+    """Kills a likelihood without a component that the reader believes in."""
+    first = "" if "a" in blank else "1"
+    path = write(f"t,a,b\n0.1,{first},\n0.2,,\n")
+    with pytest.raises(ValueError, match=rf"only missing ones in \{blank}.*out of F"):
+        read_csv(path, dt=0.1, observed=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "words"),
+    [
+        (data._check_step, ("0.1", 0.0), "dt must be a number; got '0.1'. It is the grid step"),
+        (data._check_step, (torch.tensor(0.1), 0.0), r"dt must be a number; got tensor\(0.1"),
+        (data._check_step, (0.1, pd.Timestamp("2020-01-01")), "t0 must be a number; got Timestamp"),
+        (data._as_columns, ("t", None), "observed must be a list of names; got None"),
+        (data._as_columns, ("t", "y"), "observed must be a list of names; got 'y'"),
+        (data._as_columns, ("t", [1]), r"observed must be a list of names; got \[1\]"),
+        # The columns would come in any order, and F with them.
+        (data._as_columns, ("t", {"a", "b"}), "observed must be a list of names; got {'"),
+        (data._as_columns, (0, ["y"]), "time must be the name of a column; got 0"),
+        (data._as_names, ("ab", "names"), "names must be a list of names; got 'ab'"),
+        (data.existing_file, (None,), "path must be text or a Path; got NoneType"),
+        (data.as_path, (3, "folder"), "folder must be text or a Path; got int"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(check, given, words):
+    """Kills an error of math or pathlib that names no argument."""
+    with pytest.raises(TypeError, match=words):
+        # The check alone: the shape checks of the tests would refuse it before.
+        check(*given)
+
+
+def test_numbers_and_names_of_numpy_and_pandas_are_taken():
+    data._check_step(np.float32(0.5), np.int64(1))
+    columns = data._as_columns("t", pd.DataFrame({"a": [1], "b": [2]}).columns)
+    assert columns == ["t", "a", "b"]
+
+
+def test_a_path_that_is_no_file_is_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"path must name a file; got the folder {tmp_path}"):
+        read_csv(tmp_path, dt=0.1)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"got my.csv, looked for in {tmp_path}"):
+        read_csv("my.csv", dt=0.1)
 
 
 def test_csv_columns_are_picked_by_name(write):
@@ -194,6 +258,8 @@ BAD_FILES = {
     "decimal comma": ('t,y\n0.1,"1,5"\n', r"as 1234.5; got '1,5' in data row 1"),
     "decimal comma, bare": ("t,y\n0,1,1,5\n", r"2 cells.*got 4 in data row 1 .*: '0,1,1,5'"),
     "thousands": ('t,y\n0.1,"1,000"\n', r"as 1234.5; got '1,000' in data row 1 \(line 2"),
+    "unit": ("t,y\n0.1,5 mg\n", r"got '5 mg' in data row 1 .*Write the number alone"),
+    "typeset minus": ("t,y\n0.1,\u22125\n", r"got '\u22125' in data row 1 .*a plain minus"),
     "null": ("t,y\n0.1,null\n", r"got 'null' in data row 1 .*Leave the cell blank"),
     "date": ("t,y\n2020-01-01,1\n", r"'t' must .*got '2020-01-01' in data row 1 .*Count ti"),
     "NUL": ("t,y\n0.1,\0\n", r"'y' must hold plain numbers.*in data row 1"),
@@ -212,6 +278,8 @@ BAD_FILES = {
     "empty": ("", r"column 't' must be in the header of .*; got no header line"),
     "absent": ("t,z\n0.1,1\n", r"column 'y' must be in the header of .*; got 't', 'z'"),
     "semicolons": ("t;y\n0.1;1\n", r"column 't' .*; got 't;y'. Is it separated by something else"),
+    "semicolons and a comma": ("t;y;a, b\n0.1;1;2\n", r"'t;y;a', 'b'. Is it separated by somet"),
+    "comment": ("# mine\nt,y\n0.1,1\n", r"got '# mine'. Delete the lines above the header"),
     "tabs": ("t\ty\n0.1\t1\n", r"column 't' .*Is it separated by something else"),
     "no header": ("0.1,1\n0.2,2\n", r"column 't' must be in the header of .*; got '0.1', '1'"),
     "other case": ("T,Y\n0.1,1\n", r"column 't' must be in the header of .*; got 'T', 'Y'"),

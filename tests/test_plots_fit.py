@@ -175,7 +175,7 @@ def test_no_weights_beyond_k_hat(tilt):
     """Kills weighted lines that k-hat forbids, a note that is missing, a crash on 1/0 weights."""
     fit = fit_of(2, 3)
     draws = draws_of(fit, tilt=tilt)
-    for draw in (plots.paths, plots.parameters):
+    for draw in (plots.paths, plots.parameters, plots.pairs):
         figure = draw(fit, draws)
         (note,) = [text for text in legend(figure) if "weighted" in text]
         assert note.startswith("not weighted: k-hat ") and note.endswith(" > 0.7")
@@ -183,6 +183,7 @@ def test_no_weights_beyond_k_hat(tilt):
         plt.close("all")
     with pytest.raises(ValueError, match="weighted=True must have weights to trust; got .* > 0.7"):
         plots.pairs(fit, draws, weighted=True)
+    assert not [text for text in legend(plots.pairs(fit, draws_of(fit))) if "weighted" in text]
 
 
 def test_paths_show_the_truth_in_every_panel():
@@ -349,17 +350,15 @@ def test_figures_refuse_what_belongs_to_another_fit():
             draw(fit, draws_of(other))
     with pytest.raises(ValueError, match=r"truth must be \(t, x\) with x \(7, 2\)"):
         plots.paths(fit, draws_of(fit), truth=(torch.arange(7.0), torch.ones(7, 1)))
-    for truth in ([1.0, 2.0], [1.0, 2.0, -3.0], [0.0, 1.0, 1.0]):
+    refused = [
+        ([1.0, 2.0], r"truth must be θ, one number for each of .*'k1', 'k2'\); got \[1.0, 2.0\]"),
+        ([1.0, 2.0, -3.0], r"truth must be on the natural scale, k2 in \(0, inf\); got \[1"),
+        ([0.0, 1.0, 1.0], "truth must be on the natural scale, k0 in"),
+    ]
+    for truth, words in refused:
         for draw in (plots.parameters, plots.pairs):
-            with pytest.raises(ValueError, match="truth must be θ, .* on the natural scale; got"):
+            with pytest.raises(ValueError, match=words):
                 draw(fit, draws_of(fit), truth=truth)
-    with pytest.raises(
-        ValueError, match=r"y_new must be of this fit, \(n, 7, 1\); got \(5, 6, 1\)"
-    ):
-        plots.predictive(fit, torch.ones(5, 6, 1))
-    none = Forecast(torch.ones(2), torch.ones(0, 2, 2), torch.ones(0, 2, 1), 0.0)
-    with pytest.raises(ValueError, match="future must hold a path; got none"):
-        plots.predictive(fit, torch.ones(5, 7, 1), none)
 
 
 def test_trace_says_what_the_fit_found():
@@ -397,6 +396,33 @@ def test_predictive_has_a_fan_of_each_component(p):
         (end,) = [line for line in axis.lines if line.get_linestyle() == ":"]
         assert end.get_xdata() == pytest.approx([4.0, 4.0])
         assert axis.collections[2].get_paths()[0].vertices[:, 0].min() == 4.5
+
+
+def test_predictive_refuses_what_is_not_of_this_fit():
+    fit, y_new = fit_of(2, 3), torch.randn(30, N + 1, 1)
+    with pytest.raises(ValueError, match=r"y_new must be of this fit, \(n, 7, 1\); got \(0, 7, 1"):
+        plots.predictive(fit, y_new[:0])
+    future = Forecast(torch.tensor([4.5]), torch.zeros(9, 1, 2), torch.zeros(9, 1, 3), 1.0)
+    with pytest.raises(ValueError, match=r"future must be of this fit, y \(n, steps, 1\); got \(9"):
+        plots.predictive(fit, y_new, future)
+
+
+def test_what_is_of_another_kind_is_refused():
+    """Kills: 'Forecast' object has no attribute 'shape'."""
+    fit, y_new = fit_of(1, 1), torch.randn(30, N + 1, 1)
+    future = Forecast(torch.tensor([4.5]), torch.zeros(9, 1, 1), torch.zeros(9, 1, 1), 1.0)
+    cases = [
+        (("fit.pt", y_new, None), "fit must have type FitResult; got str. It is what lib.fit"),
+        ((fit, future, None), r"y_new must have type Tensor; got Forecast. Take fit.predict\(40"),
+        ((fit, y_new, y_new), r"future must have type Forecast; got Tensor. Take fit.forecast\(50"),
+    ]
+    for given, words in cases:
+        # The check alone: the shape checks of the tests would refuse it before.
+        with pytest.raises(TypeError, match=words):
+            plots_fit._check_new(*given)
+    for truth, words in ((y_new, "tensor"), ((np.ones(3), y_new), r"\['ndarray', 'Tensor'\]")):
+        with pytest.raises(TypeError, match=f"truth must be two tensors, .t, x.; got {words}"):
+            plots_fit._check_path(truth, 1)
 
 
 def test_every_figure_of_a_real_fit():

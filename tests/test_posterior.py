@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import LogNormal, Normal
+from torch.distributions import LogNormal, Normal, Pareto, Uniform
 from torch.testing import assert_close
 
 from lib.data import Grid, Observations
@@ -63,6 +63,9 @@ PROBLEMS = {
         Pair(), {"a": LogNormal(0.0, 1.0), "b": Normal(0.0, 1.0)}, n
     ),
     "p = 2, a fixed": lambda n: problem(Pair(), {"a": 2.0, "b": Normal(0.0, 1.0)}, n),
+    "p = 2, a in an interval, b above 0.4": lambda n: problem(
+        Pair(), {"a": Uniform(0.5, 9.0), "b": Pareto(0.4, 3.0)}, n
+    ),
     "p = 2, b fixed": lambda n: problem(Pair(), {"a": LogNormal(0.0, 1.0), "b": -0.5}, n),
 }
 FAMILIES = {
@@ -148,6 +151,17 @@ def test_what_is_known_of_x_0_is_put_in_its_place(name: str, family: str) -> Non
     assert x.shape == (3, 5, case.model.num_states)
     assert x[:, 0, fixed].equal(case.model.x0_value[fixed].expand(3, -1))
     assert (x[1:, free_states(case)] != x[0, free_states(case)]).all()
+
+
+def test_x_0_stays_where_its_density_has_mass_and_later_states_do_not():
+    """Kills an end that is lost, and one that holds for all times."""
+    case = PROBLEMS["p = 2, a in an interval, b above 0.4"](4)
+    q = posterior(case, FAMILIES["study"])
+    noise = noise_for(q, 500)
+    x = q(noise._replace(path=5 * noise.path)).x
+    first, later = x[:, 0], x[:, 1:]
+    assert (first[:, 0] > 0.5).all() and (first[:, 0] < 9).all() and (first[:, 1] > 0.4).all()
+    assert (later[..., 0] < 0.5).any() and (later[..., 1] < 0.4).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -341,11 +355,13 @@ def test_default_family_starts_near_the_given_path(name: str) -> None:
 
 @pytest.mark.parametrize("unit", [1.0, 2.5])
 def test_constant_scaling_is_one_unit_for_all_and_not_learned(unit: float) -> None:
+    """x = unit·h(z), a change of units. Kills h(unit·z), which bends ever more sharply instead."""
     case = PROBLEMS["p = 2, x_0 random"](4)
     q = posterior(case, replace(Family.paper(unit=unit), num_flows=0))
     noise = noise_for(q, 3)
-    u = unit * noise.path
-    assert_close(q(noise).x, torch.stack([(1 + u[..., 0].exp()).log(), u[..., 1]], -1))
+    u = noise.path
+    expected = torch.stack([(1 + u[..., 0].exp()).log(), u[..., 1]], -1)
+    assert_close(q(noise).x, unit * expected)
     learned = {name for name, weight in q.named_parameters() if weight.requires_grad}
     assert not learned & {"shift", "stretch"}
 

@@ -14,6 +14,7 @@ from torch.distributions import Normal
 
 import lib
 from lib.diagnostics import psis_weights
+from lib.result import check_count, check_kind, check_seed
 
 CONFIG = lib.FitConfig(num_steps=60, num_samples=8)
 CONFIGS = {"ou": CONFIG, "sir": CONFIG, "random": replace(CONFIG, dtype="float64")}
@@ -408,3 +409,30 @@ def test_a_ruined_q_gets_a_verdict(good):
 def test_a_fit_and_its_data_say_in_a_line_what_they_are(good):
     assert repr(good) == f"FitResult(theta1, theta2, theta3; 600 steps, seed 0; {good.reason})"
     assert repr(good.observations) == "Observations(y0; 2 rows to t = 0.4, 4 steps of 0.1 from 0)"
+
+
+def test_whole_numbers_of_numpy_are_taken():
+    """Kills an error of torch's generator, and 'got np.int64(3)' for a whole number."""
+    check_count(np.int64(3))
+    assert type(check_seed(np.int64(3))) is int and check_seed(-(2**63)) == -(2**63)
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, torch.tensor(1)])
+def test_a_seed_of_another_kind_is_refused(seed):
+    with pytest.raises(TypeError, match=r"seed must be a whole number; got ('1'|1.5|None|tensor)"):
+        check_seed(seed)
+
+
+@pytest.mark.parametrize("call", ["draws", "diagnostics", "predict", "summary"])
+def test_a_seed_too_large_for_the_generator_is_refused(fits, call):
+    """Kills torch's 'Overflow when unpacking long long'."""
+    with pytest.raises(ValueError, match=f"seed must be a whole number of 64 bits; got {2**64}"):
+        getattr(fits["ou"], call)(20, seed=2**64)
+    with pytest.raises(ValueError, match="seed must be a whole number of 64 bits"):
+        lib.compare_fits([fits["ou"], fits["ou"]], seed=-(2**70))
+
+
+def test_what_is_of_another_kind_is_named():
+    with pytest.raises(TypeError, match="model must have type StateSpaceModel; got SIR. Do so"):
+        check_kind("model", lib.SIR(), lib.StateSpaceModel, "Do so.")
+    check_kind("model", lib.SIR(), lib.SDE)

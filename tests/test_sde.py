@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal
 
+from lib.probe_sde import check_sde
 from lib.sde import SDE, SIR, EulerMaruyama, OrnsteinUhlenbeck, cholesky_unrolled
 
 
@@ -256,3 +257,37 @@ def test_an_unwritten_function_is_named(name):
 
     with pytest.raises(NotImplementedError, match=rf"Unwritten must define {name}\(self, t, x"):
         getattr(Unwritten(), name)(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["drift", "diffusion"])
+def test_the_door_says_in_one_sentence_that_a_function_is_unwritten(name):
+    """Kills a message that tells how to index in a function that is not there."""
+    sde = type("Mine", (Seasonal,), {name: getattr(SDE, name)})(1)
+    words = rf"^{name} of Mine must be written; got none. Mine must define {name}\(.*p\)\.$"
+    with pytest.raises(ValueError, match=words):
+        check_sde(sde, torch.ones(70, sde.num_theta), torch.ones(70, sde.num_states))
+
+
+@pytest.mark.parametrize("name", ["drift", "diffusion"])
+def test_arguments_in_another_order_are_refused(name):
+    """x before t, as other solvers have it. Kills t in the place of x, which fits every shape."""
+
+    class Mine(SDE):
+        state_names, theta_names = ("x",), ("a",)
+
+        def drift(self, t, x, theta):
+            return theta * x
+
+        def diffusion(self, t, x, theta):
+            return (theta * x).exp()[..., None]
+
+    theta, x0 = torch.ones(70, 1), torch.ones(70, 1)
+    check_sde(Mine(), theta, x0)
+    right = getattr(Mine, name)
+    setattr(Mine, name, lambda self, x, t, theta: right(self, t, x, theta))
+    words = rf"{name} of Mine must take \(t, x, theta\) in that order; got \(x, t, theta\)"
+    with pytest.raises(ValueError, match=words):
+        check_sde(Mine(), theta, x0)
+    # Names of the reader's own say nothing of the order.
+    setattr(Mine, name, lambda self, time, state, p: right(self, time, state, p))
+    check_sde(Mine(), theta, x0)

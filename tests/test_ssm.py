@@ -236,7 +236,7 @@ def test_only_positive_parameters_are_logarithms():
     theta = torch.tensor([[math.exp(0.5), -2.0, math.exp(-1.0)]])
     torch.testing.assert_close(model.to_theta(vartheta), theta)
     torch.testing.assert_close(model.to_vartheta(theta), vartheta)
-    assert model.positive_theta.tolist() == [True, False, True]
+    assert model.bounds.low.tolist() == [0.0, -math.inf, 0.0] and model.bounds.high.isinf().all()
 
 
 def test_a_large_real_parameter_has_a_finite_gradient():
@@ -268,7 +268,7 @@ def test_missing_cells_never_matter(name):
 def test_names_of_sigma_are_appended_as_positive_parameters():
     model = sir_model()
     assert model.theta_names == ("theta1", "theta2", "sigma")
-    assert model.positive_theta.tolist() == [True, True, True]
+    assert model.bounds.low.tolist() == [0.0, 0.0, 0.0]
     assert (model.num_theta, model.num_states, model.num_observed) == (3, 2, 1)
     assert pair_model(("b", "a"), d=4).theta_names == ("pull", "noise", "b", "a")
     known = StateSpaceModel(Pair(), GaussianObservation([[1.0], [0.0]], "noise"),

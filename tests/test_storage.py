@@ -164,7 +164,7 @@ def test_a_file_that_is_no_fit_is_refused(fit, tmp_path):
         ):
             lib.load_fit(path, *ou())
         assert name
-    with pytest.raises(ValueError, match="must be a file written by FitResult.save; got a folder"):
+    with pytest.raises(ValueError, match="path must name a file; got the folder"):
         lib.load_fit(tmp_path, *ou())
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none.pt"))):
         lib.load_fit(tmp_path / "none.pt", *ou())
@@ -274,11 +274,12 @@ PAIRS = {
     "t0, moved": (ou(), ou(data=MOVED)),
     "dt": (ou(), ou(data=lib.Observations(DATA.times, DATA.y, 0.05))),
     "times": (ou(), ou(data=LONGER)),
+    "number of observed columns": (ou(), ou(F=((1.0, 1.0),), data=HALF)),
     "y": (ou(), ou(data=SEEN)),
     "transition density, later": (ou(sde=Late(0.0)), ou(sde=Late(0.01))),
     "transition density, further out": (ou(sde=Saturated(15.0)), ou(sde=Saturated(99.0))),
     "transition density, not at 1": (ou(sde=Curved(1.0)), ou(sde=Curved(1.1))),
-    "positive_theta": (ou(), ou(sde=Negative())),
+    "bounds": (ou(), ou(sde=Negative())),
     "observation density, F": (ou(), ou(F=((1.001,),))),
     "observation density, the other state": (sir(), sir(F=((1.0,), (0.0,)))),
     "observation density, a known sigma": (ou(), ou(sigma=1.0001)),
@@ -296,8 +297,9 @@ def test_another_model_or_other_data_are_told_apart_and_named(name):
     """Kills a comparison at one point, at one time, of x = 1 alone, or of the sum of the terms."""
     here, there = (identity(*pair) for pair in PAIRS[name])
     what = name.split(",")[0]
-    assert difference(here, there).startswith(f"{what}; "), difference(here, there)
-    assert difference(there, here).startswith(f"{what}; ")
+    for told in (difference(here, there), difference(there, here)):
+        assert re.match(rf"{what}( \(.* of trial .*\))?; got ", told), told
+        assert ("(" in told.split(";")[0]) == ("density" in what)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -333,3 +335,10 @@ def test_a_difference_is_told_in_few_words():
     assert told.startswith(
         "theta_names; got ['theta1', 'theta2', 'theta3'], the fit has ['theta1',"
     )
+
+
+def test_data_that_do_not_fit_the_model_are_not_blamed_for_the_fit(fit, tmp_path):
+    """Kills: 'the fit has another y', where model and data disagree."""
+    fit.save(tmp_path / "fit.pt")
+    with pytest.raises(ValueError, match="F has 1 columns, so the data need .*; got 2: y0, y1"):
+        lib.load_fit(tmp_path / "fit.pt", ou()[0], HALF)

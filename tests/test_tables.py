@@ -10,7 +10,7 @@ from torch.distributions import Normal
 
 import lib
 from lib import tables
-from lib.diagnostics import psis_weights, weighted_quantile, weighted_quantiles
+from lib.diagnostics import k_hat, psis_weights, weighted_quantile, weighted_quantiles
 
 THETA, STATES = ("rate", "size"), ("S", "I")
 SHARES = ("q2.5", "q25", "q50", "q75", "q97.5")
@@ -33,7 +33,8 @@ def test_statistics_are_those_of_each_column():
     levels = torch.tensor([0.025, 0.25, 0.5, 0.75, 0.975])
     assert table.index.tolist() == list(THETA) and table.index.name == "parameter"
     statistics = ["mean", "sd", *SHARES]
-    assert table.columns.tolist() == statistics + [f"weighted_{name}" for name in statistics]
+    weighted = [f"weighted_{name}" for name in statistics]
+    assert table.columns.tolist() == [*statistics, "weights_trusted", *weighted]
     for name, column in zip(THETA, made.theta.T, strict=True):
         for prefix, w in (("", torch.full((400,), 1 / 400)), ("weighted_", weights)):
             mean = sum(w * column)
@@ -76,7 +77,7 @@ def test_a_row_of_the_path_is_its_time_and_state():
     assert table["state"].tolist() == ["S", "I"] * 4
     statistics = ["mean", "sd", "q2.5", "q50", "q97.5"]
     weighted = [f"weighted_{name}" for name in statistics]
-    assert table.columns.tolist() == ["t", "state", *statistics, *weighted]
+    assert table.columns.tolist() == ["t", "state", *statistics, "weights_trusted", *weighted]
     weights, levels = psis_weights(made.log_weight), torch.tensor([0.025, 0.5, 0.975])
     for row, column in zip(table.to_dict("records"), made.x.flatten(1).T, strict=True):
         assert row["mean"] == pytest.approx(column.mean().item())
@@ -126,7 +127,7 @@ def test_an_infinite_theta_comes_back_from_the_file(tmp_path):
     assert back.loc["rate", "mean"] == math.inf == back.loc["rate", "weighted_mean"]
     assert math.isnan(back.loc["rate", "sd"]) and ",inf,," in path.read_text()
     assert np.isfinite(back.loc["rate", list(SHARES)].to_numpy()).all()
-    assert np.isfinite(back.loc["size"].to_numpy()).all()
+    assert np.isfinite(back.loc["size"].to_numpy(float)).all()
     # A draw without weight does not count, whatever it is.
     weightless = made._replace(log_weight=made.log_weight.clone())
     weightless.log_weight[5] = -torch.inf
@@ -160,6 +161,28 @@ def test_without_any_weight_the_weighted_cells_are_blank(bad, tmp_path):
     weighted = [c for c in table if c.startswith("weighted_")]
     assert table[weighted].isna().all(axis=None)
     assert all(row.endswith(",,,,,") for row in path.read_text().splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    ("tilt", "trusted"), [(0.0, True), (0.1, True), (3.0, False), (math.inf, False)]
+)
+def test_weights_that_k_hat_forbids_are_marked_in_every_row(tilt, trusted, tmp_path):
+    """The numbers stay. Kills a mark that is the other way round, or lost in the file."""
+    made = draws(2000)
+    made = made._replace(log_weight=tilt * made.vartheta[:, 1] ** 2)
+    assert (k_hat(made.log_weight) <= 0.7) == trusted
+    table = tables.path_table(STATES, torch.arange(3.0), made)
+    (path,) = tables.write_csv(tmp_path, {"paths": table})
+    for found in (table, pd.read_csv(path), tables.theta_table(THETA, made)):
+        assert found["weights_trusted"].dtype == bool
+        assert found["weights_trusted"].tolist() == [trusted] * len(found)
+        assert found["weighted_mean"].notna().all() == (tilt < math.inf)
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "tables").write_text("")
+    with pytest.raises(ValueError, match="folder must name a folder; got the file .*tables"):
+        tables.write_csv(tmp_path / "tables", {"one": pd.DataFrame({"a": [1]})})
 
 
 def test_files_have_ten_digits_and_the_folder_is_made(tmp_path):

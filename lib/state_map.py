@@ -1,0 +1,73 @@
+"""The last map of q(x | ϑ): x = h(u), from the whole line to where the state can be."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, softplus
+
+from lib.bounds import Bounds, natural_bounds
+
+# Added to positive states: softplus underflows to 0 below -87 in float32, and log 0 breaks log β.
+# A shift leaves the Jacobian exact; the posterior mass below it is nil.
+POSITIVE_FLOOR = 1e-15
+SMALLEST = 1e-3  # above a lower end of x_0, where a fit starts
+
+
+class StateMap(nn.Module):
+    """h by time and component: unit·softplus(u) for a positive state, otherwise unit·u.
+
+    Where the density of x_0 has its mass elsewhere, as a uniform one does, h of the first time goes
+    there: softplus above a lower end, a sigmoid between two.
+
+    Args:
+        positive: Which states are positive.
+        num_times: Times of the path.
+        start: Bounds of x_0 if the path includes it.
+        unit: In which the states are measured, a constant.
+    """
+
+    def __init__(
+        self,
+        positive: tuple[bool, ...],
+        num_times: int,
+        start: Bounds | None,
+        unit: float | int = 1.0,
+    ) -> None:
+        super().__init__()
+        self.unit = unit
+        soft = torch.tensor(positive)
+        own = natural_bounds(soft)
+        start = own if start is None else start
+        self.narrow = not (torch.equal(start.low, own.low) and torch.equal(start.high, own.high))
+        if self.narrow:
+            first = (torch.arange(num_times) == 0)[:, None]
+            soft, between = torch.where(first, start.half, soft), first & start.both
+            self.register_buffer("end", torch.where(first & start.half, start.start, 0.0))
+            self.register_buffer("low", torch.where(between, start.low, -torch.inf))
+            self.register_buffer("high", torch.where(between, start.high, torch.inf))
+        self.any_soft = soft.any().item()
+        self.register_buffer("soft", soft)
+
+    def forward(self, u: Float[Tensor, "*mc time state"]) -> tuple[Tensor, Tensor]:
+        """x and log dx/du, which broadcasts with u."""
+        x, log_slope = u, u.new_zeros(())
+        if self.any_soft:
+            x = torch.where(self.soft, softplus(u, threshold=40.0) + POSITIVE_FLOOR, u)
+            log_slope = torch.where(self.soft, logsigmoid(u), torch.zeros_like(u))
+        if self.unit != 1:
+            x, log_slope = self.unit * x, log_slope + math.log(self.unit)
+        if self.narrow:
+            bounds, x = Bounds(self.low, self.high), x + self.end
+            x, log_slope = bounds.to_natural(x), log_slope + bounds.log_slope(x)
+        return x, log_slope
+
+    def inverse(self, x: Float[Tensor, "time state"]) -> Float[Tensor, "time state"]:
+        """u from x; a first state beyond the bounds of x_0 is taken for one just inside."""
+        if self.narrow:
+            bounds = Bounds(self.low, self.high)
+            x = bounds.to_unconstrained(bounds.inside(x)) - self.end
+            x = torch.where(self.soft, x.clamp(min=SMALLEST), x)
+        x = x / self.unit
+        return torch.where(self.soft, x + torch.log(-torch.expm1(-x)), x)
