@@ -26,7 +26,7 @@ from lib.plots_parts import (
     set_style,
     stack,
 )
-from lib.plots_studies import KINDS, robustness
+from lib.plots_studies import KINDS, error_against_seconds, robustness
 from lib.plots_theta import pairs, parameters
 
 # What notebooks and benchmarks find here.
@@ -37,6 +37,7 @@ __all__ = [
     "band",
     "compare_bands",
     "elbo_trace",
+    "error_against_seconds",
     "fan",
     "forecast",
     "marginals",

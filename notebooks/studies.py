@@ -9,7 +9,11 @@ from pathlib import Path
 
 import ledger
 
-STUDIES = {"ablation": "1 hour 40 minutes", "robustness": "35 minutes"}  # on 2 CPU cores
+STUDIES = {  # on 2 CPU cores
+    "ablation": "1 hour 40 minutes",
+    "compare": "1 hour 15 minutes, estimated",
+    "robustness": "35 minutes",
+}
 
 
 def check(names: Sequence[str], args: argparse.Namespace) -> None:
