@@ -3,9 +3,7 @@
 import csv
 import io
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence, Set
-from numbers import Real
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +12,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-TIME_TOLERANCE = 1e-6  # in units of dt
-ROUNDED = 0.01  # likewise: a time as near as this to the grid was meant to be on it
-MAX_STEPS = 10**8  # a longer path fits into no machine: a slip in the unit of dt
+from lib.probe_data import (
+    as_array,
+    as_columns,
+    as_names,
+    check_readings,
+    check_shapes,
+    check_step,
+    existing_file,
+    grid_index,
+)
 
 
 class Grid(NamedTuple):
@@ -54,14 +59,14 @@ class Observations:
         t0: float | int = 0.0,
         names: Sequence[str] = (),
     ) -> None:
-        _check_step(dt, t0)
-        raw_times, raw_y = _as_array(times, "times"), _as_array(y, "y")
+        check_step(dt, t0)
+        raw_times, raw_y = as_array(times, "times"), as_array(y, "y")
         raw_y = raw_y[:, None] if raw_y.ndim == 1 else raw_y
-        names = _as_names(names, "names")
-        _check_shapes(raw_times, raw_y, names)
+        names = as_names(names, "names")
+        check_shapes(raw_times, raw_y, names)
         rows = [f"{t:.12g} in row {i + 1}" for i, t in enumerate(raw_times)]
-        self.index: Int[Tensor, " rows"] = torch.tensor(_grid_index(raw_times, dt, t0, rows))
-        _check_readings(raw_y)
+        self.index: Int[Tensor, " rows"] = torch.tensor(grid_index(raw_times, dt, t0, rows))
+        check_readings(raw_y)
         self.times: Float[Tensor, " rows"] = torch.tensor(raw_times, dtype=torch.float64)
         self.y: Float[Tensor, "rows observed"] = torch.tensor(raw_y, dtype=torch.float64)
         self.dt, self.t0 = float(dt), float(t0)
@@ -110,8 +115,8 @@ def read_csv(
         ValueError: With the row (counted from 1 below the header), the line of the file and the
             text found there, if a cell or a time is not acceptable.
     """
-    _check_step(dt, t0)
-    time, *names = _as_columns(time, observed)
+    check_step(dt, t0)
+    time, *names = as_columns(time, observed)
     times, y, rows = [], [], []
     for place, time_text, *texts in _named_cells(existing_file(path), [time, *names]):
         times.append(_number(time_text, time, place, blank=None))
@@ -119,7 +124,7 @@ def read_csv(
         rows.append(f"'{time_text}' in {place}")
     if not times:
         raise ValueError(f"a data file must have at least one row; got none in {path}.")
-    _grid_index(np.array(times), dt, t0, rows)
+    grid_index(np.array(times), dt, t0, rows)
     if blank := [name for name, c in zip(names, np.array(y).T, strict=True) if np.isnan(c).all()]:
         raise ValueError(
             f"each observed column must hold at least one value; got only missing ones in {blank} "
@@ -135,25 +140,6 @@ def data_path(name: str) -> Path:
         found = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
         raise FileNotFoundError(f"no file '{name}' in {folder}; there are: {', '.join(found)}.")
     return folder / name
-
-
-def as_path(path: object, role: str = "path") -> Path:
-    """The path, if it can be one."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{role} must be text or a Path; got {type(path).__name__}.")
-    return Path(path)
-
-
-def existing_file(path: object) -> Path:
-    """The path of a file that is there."""
-    path = as_path(path)
-    if path.is_dir():
-        raise ValueError(f"path must name a file; got the folder {path}.")
-    if not path.exists():
-        raise FileNotFoundError(
-            f"path must name a file that is there; got {path}, looked for in {Path.cwd()}."
-        )
-    return path
 
 
 def _named_cells(path: Path, names: list[str]) -> Iterator[list[str]]:
@@ -237,105 +223,3 @@ def _number(text: str, column: str, place: str, blank: float | None = math.nan) 
     if math.isinf(value):
         raise ValueError(f"column '{column}' must be finite; got '{text}' in {place}.")
     return value
-
-
-def _as_names(names: object, role: str) -> list[str]:
-    """A list of names; a set is none, because it has no order."""
-    listed = isinstance(names, Iterable) and not isinstance(names, str | Set)
-    found = list(names) if listed else []
-    if not listed or not all(isinstance(name, str) for name in found):
-        raise TypeError(f"{role} must be a list of names; got {names!r}.")
-    return found
-
-
-def _as_columns(time: object, observed: object) -> list[str]:
-    """Names of all columns to read, that of the times first."""
-    names = _as_names(observed, "observed")
-    if not isinstance(time, str):
-        raise TypeError(f"time must be the name of a column; got {time!r}.")
-    if not names or len({time, *names}) <= len(names):
-        raise ValueError(f"observed must name each column once, and not '{time}'; got {names}.")
-    return [time, *names]
-
-
-def _check_step(dt: object, t0: object) -> None:
-    for name, value, what in (("dt", dt, "the grid step"), ("t0", t0, "the time of x_0")):
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number; got {value!r}. It is {what}.")
-    if not (math.isfinite(dt) and dt > 0):
-        raise ValueError(f"dt must be positive and finite; got {dt}. It is the grid step.")
-    if not math.isfinite(t0):
-        raise ValueError(f"t0 must be finite; got {t0}. It is the time of x_0.")
-
-
-def _as_array(values: object, name: str) -> np.ndarray:
-    """Float array, of single precision only if it came so."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    try:
-        if isinstance(values, np.ma.MaskedArray):
-            values = values.astype(np.float64).filled(np.nan)
-        array = np.asarray(values)
-        if array.dtype.kind in "mM":
-            raise TypeError("dates; count them from a day of your choice")
-        if array.dtype.kind == "c":
-            raise TypeError("complex ones")
-        return array if array.dtype == np.float32 else array.astype(np.float64)
-    except (TypeError, ValueError) as err:
-        raise ValueError(f"{name} must be numbers, NaN where missing; got {err}.") from err
-
-
-def _check_shapes(times: np.ndarray, y: np.ndarray, names: list[str]) -> None:
-    if times.ndim != 1 or y.ndim != 2 or len(times) != len(y) or y.shape[1] == 0:
-        raise ValueError(
-            "times must be (M,) and y (M,) or (M, observed components) with the same M; got "
-            f"{times.shape} and {y.shape}."
-        )
-    if len(times) == 0:
-        raise ValueError("observations must have at least one row; got none.")
-    if names and not len(names) == len(set(names)) == y.shape[1]:
-        raise ValueError(
-            f"names must have one entry a column of y, {y.shape[1]}, each another; got {names}."
-        )
-
-
-def _check_readings(y: np.ndarray) -> None:
-    for i, j in np.argwhere(np.isinf(y)):
-        raise ValueError(f"y must be finite, or NaN where missing; got {y[i, j]} in row {i + 1}.")
-    if np.isnan(y).all():
-        raise ValueError("y must hold at least one value; got only missing ones.")
-
-
-def _grid_index(times: np.ndarray, dt: float | int, t0: float | int, rows: list[str]) -> list[int]:
-    """Index i of every time t_0 + i·dt; refuses any other time, and any order but increasing."""
-    rule = f"times must lie on the grid t0 + i*dt (t0 = {t0:.12g}, dt = {dt:.12g})"
-    resolution = 4 * np.finfo(times.dtype).eps
-    index: list[int] = []
-    for t, row in zip(times.astype(np.float64), rows, strict=True):
-        # A number type that cannot hold the grid time any better is not the user's slip.
-        tolerance = max(TIME_TOLERANCE * dt, min(resolution * abs(t), 1e-3 * dt))
-        if not math.isfinite(t):
-            raise ValueError(f"times must be finite; got {row}.")
-        if t < t0 - tolerance:
-            raise ValueError(f"{rule} with i >= 0; got {row}, which is before t0.")
-        if t > t0 + MAX_STEPS * dt:
-            raise ValueError(f"{rule} with i <= {MAX_STEPS}; got {row}. Is dt in another unit?")
-        i = round((t - t0) / dt)
-        off = abs(t - (t0 + i * dt))
-        if off > tolerance:
-            below = t0 + math.floor((t - t0) / dt) * dt
-            hint = f"The nearest grid times are {below:.12g} and {below + dt:.12g}."
-            if off < ROUNDED * dt:
-                hint += " Write the times with more digits, or in a unit that makes dt a round one."
-            raise ValueError(f"{rule}; got {row}. {hint}")
-        if index and i <= index[-1]:
-            fault, hint = "comes before", "Sort the rows."
-            if i == index[-1]:
-                fault, hint = "repeats the time of", "Put readings of one time into columns."
-            raise ValueError(
-                f"times must increase; got {row}, which {fault} the row above it. {hint}"
-            )
-        index.append(i)
-    if index[-1] == 0:
-        raise ValueError(f"the last time must be after t0 = {t0:.12g}; got {rows[-1]} only.")
-    return index

@@ -1,6 +1,8 @@
 """Options of the variational family, with both presets."""
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,7 @@ class Family:
     theta_hidden: int = 32
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        if self.coupling and self.gate == "sigmoid":
-            raise ValueError("coupling needs gate 'unbounded'; got 'sigmoid'. Set coupling=False.")
-        for name in ("receptive_field", "hidden", "layers", "theta_hidden", "unit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
-        for name in ("num_flows", "theta_flows"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more; got {getattr(self, name)}.")
+        check_options(self)
 
     @classmethod
     def paper(cls, unit: float = 1.0) -> "Family":
@@ -71,8 +63,29 @@ class Family:
         )
 
 
+_LEAST = {"receptive_field": 1, "hidden": 1, "layers": 1, "theta_hidden": 1}
+_LEAST |= {"num_flows": 0, "theta_flows": 0}
+_SWITCHES = ("standardise_theta", "taps", "coupling", "base")
 _CHOICES = {
     "gate": ("unbounded", "sigmoid"),
     "features": ("centred", "past"),
     "scaling": ("learned", "constant"),
 }
+
+
+def check_options(options: object) -> None:
+    """Refuses a family that cannot be built."""
+    for name, allowed in _CHOICES.items():
+        if getattr(options, name) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}; got {getattr(options, name)!r}.")
+    if options.coupling and options.gate == "sigmoid":
+        raise ValueError("coupling needs gate 'unbounded'; got 'sigmoid'. Set coupling=False.")
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more; got {value!r}.")
+    for name in _SWITCHES:
+        if not isinstance(getattr(options, name), bool):
+            raise TypeError(f"{name} must be True or False; got {getattr(options, name)!r}.")
+    if not isinstance(options.unit, Real) or not 0 < options.unit < math.inf:
+        raise ValueError(f"unit must be a positive number; got {options.unit!r}.")

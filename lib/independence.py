@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lib.diagnostics import arviz, ess_fraction, k_hat, weight_faults
-from lib.result import FitResult
+from lib.result import FitResult, check_kind, check_seed
 
 R_HAT_LIMIT = 1.01
 ESS_LIMIT = 400
@@ -102,6 +102,8 @@ def independence_mh(
     Raises:
         ValueError: If a count is too small, or a chain has no draw of finite weight to start at.
     """
+    check_kind("fit", fit, FitResult)
+    seed = check_seed(seed)
     _check_counts(num_steps, chains)
     draws = fit.draws(chains * (num_steps + 1), seed)
     log_weight = draws.log_weight.reshape(chains, num_steps + 1)

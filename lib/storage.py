@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from lib.data import Observations, as_path, existing_file
+from lib.data import Observations
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.priors import NaturalPrior
+from lib.probe_data import as_path, existing_file
 from lib.ssm import StateSpaceModel
 from lib.start import Start
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.data import Observations, as_path
+from lib.data import Observations
 from lib.diagnostics import (
     K_HAT_LIMIT,
     arviz,
@@ -19,6 +19,7 @@ from lib.diagnostics import (
     psis_weights,
     weighted_quantiles,
 )
+from lib.probe_data import as_path
 
 THETA_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
 PATH_LEVELS = (0.025, 0.5, 0.975)

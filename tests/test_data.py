@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lib import data
+from lib import probe_data
 from lib.data import Observations, data_path, read_csv
 
 HEADER = "t,y\n"
@@ -174,18 +174,26 @@ def test_a_blank_column_of_a_file_is_named(blank, write):
 @pytest.mark.parametrize(
     ("check", "given", "words"),
     [
-        (data._check_step, ("0.1", 0.0), "dt must be a number; got '0.1'. It is the grid step"),
-        (data._check_step, (torch.tensor(0.1), 0.0), r"dt must be a number; got tensor\(0.1"),
-        (data._check_step, (0.1, pd.Timestamp("2020-01-01")), "t0 must be a number; got Timestamp"),
-        (data._as_columns, ("t", None), "observed must be a list of names; got None"),
-        (data._as_columns, ("t", "y"), "observed must be a list of names; got 'y'"),
-        (data._as_columns, ("t", [1]), r"observed must be a list of names; got \[1\]"),
+        (
+            probe_data.check_step,
+            ("0.1", 0.0),
+            "dt must be a number; got '0.1'. It is the grid step",
+        ),
+        (probe_data.check_step, (torch.tensor(0.1), 0.0), r"dt must be a number; got tensor\(0.1"),
+        (
+            probe_data.check_step,
+            (0.1, pd.Timestamp("2020-01-01")),
+            "t0 must be a number; got Timestamp",
+        ),
+        (probe_data.as_columns, ("t", None), "observed must be a list of names; got None"),
+        (probe_data.as_columns, ("t", "y"), "observed must be a list of names; got 'y'"),
+        (probe_data.as_columns, ("t", [1]), r"observed must be a list of names; got \[1\]"),
         # The columns would come in any order, and F with them.
-        (data._as_columns, ("t", {"a", "b"}), "observed must be a list of names; got {'"),
-        (data._as_columns, (0, ["y"]), "time must be the name of a column; got 0"),
-        (data._as_names, ("ab", "names"), "names must be a list of names; got 'ab'"),
-        (data.existing_file, (None,), "path must be text or a Path; got NoneType"),
-        (data.as_path, (3, "folder"), "folder must be text or a Path; got int"),
+        (probe_data.as_columns, ("t", {"a", "b"}), "observed must be a list of names; got {'"),
+        (probe_data.as_columns, (0, ["y"]), "time must be the name of a column; got 0"),
+        (probe_data.as_names, ("ab", "names"), "names must be a list of names; got 'ab'"),
+        (probe_data.existing_file, (None,), "path must be text or a Path; got NoneType"),
+        (probe_data.as_path, (3, "folder"), "folder must be text or a Path; got int"),
     ],
 )
 def test_what_is_of_another_kind_is_refused(check, given, words):
@@ -196,8 +204,8 @@ def test_what_is_of_another_kind_is_refused(check, given, words):
 
 
 def test_numbers_and_names_of_numpy_and_pandas_are_taken():
-    data._check_step(np.float32(0.5), np.int64(1))
-    columns = data._as_columns("t", pd.DataFrame({"a": [1], "b": [2]}).columns)
+    probe_data.check_step(np.float32(0.5), np.int64(1))
+    columns = probe_data.as_columns("t", pd.DataFrame({"a": [1], "b": [2]}).columns)
     assert columns == ["t", "a", "b"]
 
 

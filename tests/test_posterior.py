@@ -2,7 +2,8 @@
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributions import LogNormal, Normal, Pareto, Uniform
 from torch.testing import assert_close
 
 from lib.data import Grid, Observations
-from lib.family import Family
+from lib.family import Family, check_options
 from lib.gauss_markov import GaussMarkovTrace
 from lib.posterior import Noise, VariationalPosterior
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
@@ -406,16 +407,31 @@ def test_paper_networks_have_no_path_around_their_relus() -> None:
         ({"gate": "relu"}, "gate must be one of .*unbounded.*; got 'relu'"),
         ({"features": "future"}, "features must be one of .*centred.*; got 'future'"),
         ({"scaling": "none"}, "scaling must be one of .*learned.*; got 'none'"),
-        ({"receptive_field": 0}, "receptive_field must be positive; got 0"),
-        ({"hidden": -1}, "hidden must be positive; got -1"),
-        ({"layers": 0}, "layers must be positive; got 0"),
-        ({"theta_hidden": 0}, "theta_hidden must be positive; got 0"),
-        ({"unit": 0.0}, "unit must be positive; got 0.0"),
-        ({"unit": math.nan}, "unit must be positive; got nan"),
-        ({"num_flows": -1}, "num_flows must be 0 or more; got -1"),
-        ({"theta_flows": -2}, "theta_flows must be 0 or more; got -2"),
+        ({"receptive_field": 0}, "receptive_field must be a whole number, 1 or more; got 0"),
+        ({"hidden": -1}, "hidden must be a whole number, 1 or more; got -1"),
+        ({"layers": 0}, "layers must be a whole number, 1 or more; got 0"),
+        ({"theta_hidden": 0}, "theta_hidden must be a whole number, 1 or more; got 0"),
+        ({"unit": 0.0}, "unit must be a positive number; got 0.0"),
+        ({"unit": math.nan}, "unit must be a positive number; got nan"),
+        ({"unit": math.inf}, "unit must be a positive number; got inf"),
+        ({"num_flows": -1}, "num_flows must be a whole number, 0 or more; got -1"),
+        ({"theta_flows": -2}, "theta_flows must be a whole number, 0 or more; got -2"),
     ],
 )
 def test_family_refuses_what_it_cannot_build(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Family(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"hidden": 2.5}, ValueError, "hidden must be a whole number, 1 or more; got 2.5"),
+        ({"num_flows": "3"}, ValueError, "num_flows must be a whole number, 0 or more; got '3'"),
+        ({"unit": "a"}, ValueError, "unit must be a positive number; got 'a'"),
+        ({"base": "yes"}, TypeError, "base must be True or False; got 'yes'"),
+    ],
+)
+def test_options_of_another_kind_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        check_options(SimpleNamespace(**asdict(Family()) | changes))

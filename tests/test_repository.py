@@ -14,7 +14,7 @@ from run import ROOT
 # and `mh` share no code with the player: they import nothing, and no part of the fit imports them.
 PICTURE = {
     "bounds": {"movable"},
-    "data": set(),
+    "data": {"probe_data"},
     "diagnostics": set(),
     "family": set(),
     "kalman": set(),
@@ -37,6 +37,7 @@ PICTURE = {
     "priors": {"bounds", "movable", "probe"},
     "probe": {"bounds", "sde"},
     "probe_sde": {"probe", "sde"},
+    "probe_data": set(),
     "quadrature": {"kalman", "panels"},
     "ssm": {"data", "movable", "priors", "probe", "probe_sde", "sde"},
     "start": {"bounds", "data", "features", "sde", "ssm"},
@@ -59,8 +60,8 @@ PICTURE = {
     "elbo": {"data", "path_gradient", "posterior", "ssm"},
     "widened": {"diagnostics"},
     "refit": {"data", "diagnostics", "elbo", "maf", "posterior", "ssm", "step"},
-    "storage": {"data", "family", "posterior", "priors", "ssm", "start"},
-    "tables": {"data", "diagnostics"},
+    "storage": {"data", "family", "posterior", "priors", "probe_data", "ssm", "start"},
+    "tables": {"data", "diagnostics", "probe_data"},
     "result": {
         "data",
         "diagnostics",

@@ -143,7 +143,10 @@ def test_without_a_config_the_family_is_the_fits(monkeypatch):
 def test_refusals(first):
     model, data = ou()
     strangers = {
-        r"prior density \(log p of trial values\); got .*, the fit has .*, in entry 1": (ou(shift=1.0)[0], data),
+        r"prior density \(log p of .*\); got .*, the fit has .*, in entry 1": (
+            ou(shift=1.0)[0],
+            data,
+        ),
         r"dt; got 0.05, the fit has 0.1": (model, ou(dt=0.05)[1]),
         r"y; got .*, the fit has .*, in entry 4": (
             model,
