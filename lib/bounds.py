@@ -4,16 +4,14 @@ import math
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, TransformedDistribution, VonMises
 from torch.nn.functional import logsigmoid
-
-from lib.movable import Movable
 
 MARGIN = 1e-3  # share of an interval that ``inside`` keeps from its ends
 
 
-class Bounds(Movable):
+class Bounds(nn.Module):
     r"""Intervals (low, high), and their maps from the whole line.
 
     =============  ====================================  ==================================
@@ -30,42 +28,44 @@ class Bounds(Movable):
     """
 
     def __init__(self, low: Float[Tensor, "*theta"], high: Float[Tensor, "*theta"]) -> None:
-        self.low, self.high = low, high
-        self.half = low.isfinite() & high.isinf()
-        self.both = low.isfinite() & high.isfinite()
-        self.any_both = bool(self.both.any())
+        super().__init__()
+        one_end, two_ends = low.isfinite() & high.isinf(), low.isfinite() & high.isfinite()
+        self.any_two_ends = bool(two_ends.any())
         # Numbers that may be computed with where there is no end.
-        self.start = low.masked_fill(low.isinf(), 0.0)
-        self.width = (high - self.start).masked_fill(~self.both, 1.0)
+        start = low.masked_fill(low.isinf(), 0.0)
+        width = (high - start).masked_fill(~two_ends, 1.0)
+        numbers = {"low": low, "high": high, "start": start, "width": width}
+        for name, value in {**numbers, "one_end": one_end, "two_ends": two_ends}.items():
+            self.register_buffer(name, value)
 
     def to_natural(self, vartheta: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """θ from ϑ."""
         # Filled first: exp of a large real component would be inf, and its zero gradient NaN.
-        positive = vartheta.masked_fill(~self.half, 0.0).exp() + self.start
-        theta = torch.where(self.half, positive, vartheta)
-        if not self.any_both:
+        positive = vartheta.masked_fill(~self.one_end, 0.0).exp() + self.start
+        theta = torch.where(self.one_end, positive, vartheta)
+        if not self.any_two_ends:
             return theta
         between = self.start + self.width * torch.sigmoid(vartheta)
         # Rounding must not reach an end: the density there may be 0 or infinite.
         low, high = torch.nextafter(self.low, self.high), torch.nextafter(self.high, self.low)
-        return torch.where(self.both, between.clamp(low, high), theta)
+        return torch.where(self.two_ends, between.clamp(low, high), theta)
 
     def to_unconstrained(self, theta: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """ϑ from θ; NaN outside the interval. Rounded to an end of two counts as just inside."""
         above = theta - self.start
-        vartheta = torch.where(self.half, above.masked_fill(~self.half, 1.0).log(), theta)
-        share = (above / self.width).masked_fill(~self.both, 0.5)
+        vartheta = torch.where(self.one_end, above.masked_fill(~self.one_end, 1.0).log(), theta)
+        share = (above / self.width).masked_fill(~self.two_ends, 0.5)
         eps = torch.finfo(share.dtype).eps
         share = torch.where((share - 0.5).abs() <= 0.5, share.clamp(eps, 1 - eps), share)
-        return torch.where(self.both, torch.logit(share), vartheta)
+        return torch.where(self.two_ends, torch.logit(share), vartheta)
 
     def log_slope(self, vartheta: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """log dθ/dϑ of each component."""
-        slope = vartheta * self.half
-        if not self.any_both:
+        slope = vartheta * self.one_end
+        if not self.any_two_ends:
             return slope
         between = self.width.log() + logsigmoid(vartheta) + logsigmoid(-vartheta)
-        return torch.where(self.both, between, slope)
+        return torch.where(self.two_ends, between, slope)
 
     def contain(self, theta: Float[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Whether each number lies within its interval, its ends left out."""
@@ -75,14 +75,14 @@ class Bounds(Movable):
         """The number, or the nearest that lies well within an interval with two ends."""
         margin = MARGIN * self.width
         clamped = theta.clamp(self.low + margin, self.high - margin)
-        return torch.where(self.both, clamped, theta)
+        return torch.where(self.two_ends, clamped, theta)
 
     def label(self, name: str, j: int) -> str:
         """Name of ϑ_j: log or logit of the parameter, or of what it is beyond its lower end."""
         low, high = self.low[j].item(), self.high[j].item()
-        if self.half[j]:
+        if self.one_end[j]:
             return f"log {name}" if low == 0 else f"log({name} − {low:g})"
-        return f"logit {name} in ({low:g}, {high:g})" if self.both[j] else name
+        return f"logit {name} in ({low:g}, {high:g})" if self.two_ends[j] else name
 
 
 def natural_bounds(positive: Bool[Tensor, " theta"]) -> Bounds:

@@ -53,6 +53,7 @@ def as_columns(time: object, observed: object) -> list[str]:
 
 
 def check_step(dt: object, t0: object) -> None:
+    """The grid: a positive step and a finite start."""
     for name, value, what in (("dt", dt, "the grid step"), ("t0", t0, "the time of x_0")):
         if not isinstance(value, Real):
             raise TypeError(f"{name} must be a number; got {value!r}. It is {what}.")
@@ -80,6 +81,7 @@ def as_array(values: object, name: str) -> np.ndarray:
 
 
 def check_shapes(times: np.ndarray, y: np.ndarray, names: list[str]) -> None:
+    """As many rows of y as times, one at least, and a name for each column if there are names."""
     if times.ndim != 1 or y.ndim != 2 or len(times) != len(y) or y.shape[1] == 0:
         raise ValueError(
             "times must be (M,) and y (M,) or (M, observed components) with the same M; got "
@@ -94,6 +96,7 @@ def check_shapes(times: np.ndarray, y: np.ndarray, names: list[str]) -> None:
 
 
 def check_readings(y: np.ndarray) -> None:
+    """Finite or NaN, and one of them a number."""
     for i, j in np.argwhere(np.isinf(y)):
         raise ValueError(f"y must be finite, or NaN where missing; got {y[i, j]} in row {i + 1}.")
     if np.isnan(y).all():

@@ -60,7 +60,7 @@ def find_start(model: StateSpaceModel, grid: Grid, seed: int) -> Start:
     path = _through_data(model, grid, path)
     _check_beta(model, grid, vartheta, path)
     # exp of a wider ϑ overflows in nearly every draw, and then no step of a fit is finite.
-    spread = torch.where(model.bounds.half, spread[:d].clamp(max=WIDEST_LOG), spread[:d])
+    spread = torch.where(model.bounds.one_end, spread[:d].clamp(max=WIDEST_LOG), spread[:d])
     return Start(vartheta, 0.1 * spread, path, _path_sd(model, grid, vartheta, path))
 
 

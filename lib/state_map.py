@@ -43,10 +43,10 @@ class StateMap(nn.Module):
         self.narrow = not (torch.equal(start.low, own.low) and torch.equal(start.high, own.high))
         if self.narrow:
             first = (torch.arange(num_times) == 0)[:, None]
-            soft, between = torch.where(first, start.half, soft), first & start.both
-            self.register_buffer("end", torch.where(first & start.half, start.start, 0.0))
-            self.register_buffer("low", torch.where(between, start.low, -torch.inf))
-            self.register_buffer("high", torch.where(between, start.high, torch.inf))
+            soft, between = torch.where(first, start.one_end, soft), first & start.two_ends
+            self.register_buffer("end", torch.where(first & start.one_end, start.start, 0.0))
+            low = torch.where(between, start.low, -torch.inf)
+            self.bounds = Bounds(low, torch.where(between, start.high, torch.inf))
         self.any_soft = soft.any().item()
         self.register_buffer("soft", soft)
 
@@ -59,15 +59,14 @@ class StateMap(nn.Module):
         if self.unit != 1:
             x, log_slope = self.unit * x, log_slope + math.log(self.unit)
         if self.narrow:
-            bounds, x = Bounds(self.low, self.high), x + self.end
-            x, log_slope = bounds.to_natural(x), log_slope + bounds.log_slope(x)
+            x = x + self.end
+            x, log_slope = self.bounds.to_natural(x), log_slope + self.bounds.log_slope(x)
         return x, log_slope
 
     def inverse(self, x: Float[Tensor, "time state"]) -> Float[Tensor, "time state"]:
         """u from x; a first state beyond the bounds of x_0 is taken for one just inside."""
         if self.narrow:
-            bounds = Bounds(self.low, self.high)
-            x = bounds.to_unconstrained(bounds.inside(x)) - self.end
+            x = self.bounds.to_unconstrained(self.bounds.inside(x)) - self.end
             x = torch.where(self.soft, x.clamp(min=SMALLEST), x)
         x = x / self.unit
         return torch.where(self.soft, x + torch.log(-torch.expm1(-x)), x)

@@ -28,6 +28,7 @@ from torch.testing import assert_close
 
 from lib.bounds import Bounds, support
 from lib.priors import NaturalPrior
+from lib.state_map import StateMap
 
 INF, ANY = math.inf, torch.tensor([-math.inf])
 LOW = torch.tensor([-INF, 0.0, 2.0, 0.0, -3.0, 100.0])
@@ -54,7 +55,7 @@ def test_far_out_nothing_reaches_an_end_of_an_interval(dtype):
     bounds = Bounds(LOW.to(dtype), HIGH.to(dtype))
     vartheta = torch.tensor([[-60.0], [60.0]], dtype=dtype).expand(-1, 6).clone().requires_grad_()
     theta = bounds.to_natural(vartheta)
-    assert bounds.contain(theta)[:, bounds.both].all() and theta.isfinite().all()
+    assert bounds.contain(theta)[:, bounds.two_ends].all() and theta.isfinite().all()
     theta.sum().backward()
     assert vartheta.grad.isfinite().all() and bounds.log_slope(vartheta).isfinite().all()
 
@@ -147,3 +148,14 @@ def test_support_of_a_joint_law_has_an_end_for_each_number():
 def test_what_has_no_interval_is_refused(law, floor, message):
     with pytest.raises(ValueError, match=message):
         support("prior", law, torch.tensor([floor]), "Go.")
+
+
+@pytest.mark.compiled
+def test_the_map_of_a_bounded_x_0_is_one_graph():
+    """Kills a look at the numbers in each step, for which a GPU would have to wait."""
+    start = Bounds(torch.tensor([2.0, 0.0]), torch.tensor([INF, 9.0]))
+    state_map = StateMap((False, True), 4, start)
+    u = torch.randn(3, 4, 2)
+    whole = torch.compile(state_map, backend="eager", fullgraph=True)(u)
+    for found, expected in zip(whole, state_map(u), strict=True):
+        assert_close(found, expected)

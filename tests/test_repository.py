@@ -13,7 +13,7 @@ from run import ROOT
 # Who may import whom inside lib (design picture): an arrow to the left only. The referees `kalman`
 # and `mh` share no code with the player: they import nothing, and no part of the fit imports them.
 PICTURE = {
-    "bounds": {"movable"},
+    "bounds": set(),
     "data": {"probe_data"},
     "diagnostics": set(),
     "family": set(),

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch.distributions import LogNormal, Normal
+from torch.distributions import LogNormal, Normal, Uniform
 
 import lib
 from lib.start import NUM_DRAWS, Start, find_start
@@ -261,3 +261,15 @@ def test_what_is_unknown_of_x0_is_fitted():
     start = find_start(model, lib.Observations(t, y, dt=0.1).grid(), seed=0)
     assert model.to_theta(start.vartheta).item() == pytest.approx(1.0, rel=0.05)
     assert start.path[0].tolist() == pytest.approx([3.0, 5.0], rel=0.15)
+
+
+def test_an_unknown_sigma_starts_within_its_prior():
+    """Residuals of 40 boys, σ below 5. Kills the root mean square as it is: its logit is NaN."""
+    prior = {"theta1": LogNormal(-6.0, 1.0), "theta2": LogNormal(0.0, 1.0)}
+    prior["sigma"] = Uniform(0.0, 5.0)
+    observation = lib.GaussianObservation([[0.0], [1.0]], "sigma")
+    model = lib.StateSpaceModel(lib.SIR(population=763), observation, prior, [762.0, 1.0])
+    y = torch.tensor([3.0, 90.0, 4.0, 80.0, 2.0])
+    start = find_start(model, lib.Observations(torch.arange(1.0, 6.0), y, 0.25).grid(), seed=0)
+    assert start.vartheta.isfinite().all()
+    assert 4.9 < model.to_theta(start.vartheta)[2] < 5
