@@ -44,6 +44,7 @@ def elbo(
     alpha: Float[Tensor, ""] | float = 1.0,
     path_gradient: bool = False,
     wide: int = 0,
+    held: bool = False,
 ) -> Elbo:
     r"""ELBO :math:`E_q[\log p(\vartheta, x, y) - \alpha \log q(\vartheta) - \log q(x|\vartheta)]`.
 
@@ -53,10 +54,14 @@ def elbo(
         grid: The data on the grid.
         noise: Standard normal noise; the estimate is a pure function of it.
         alpha: Tempering α of q(ϑ); 1 is no tempering.
-        wide: How many draws, the last ones, train q(x | ϑ) alone, at ϑ further out.
         path_gradient: Differentiate log q through the draws alone; the value is the same.
+        wide: How many draws, the last ones, train q(x | ϑ) alone, at ϑ further out.
+        held: All do: q(ϑ) gets no gradient, which saves what that takes.
     """
-    sample = with_path_gradient(q, q.trace(noise, wide)) if path_gradient else q(noise, wide)
+    if path_gradient:
+        sample = with_path_gradient(q, q.trace(noise, wide, held))
+    else:
+        sample = q(noise, wide, held)
     joint = model.log_joint(sample.vartheta, sample.x, grid)
     value = joint.total - sample.log_q_x
     inner = len(value) - wide

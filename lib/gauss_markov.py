@@ -13,7 +13,6 @@ from lib.network import (
     ThetaTaps,
     TimeFlow,
     lower_product,
-    pull_theta,
     soft_bound,
     solve_lower_transposed,
 )
@@ -60,22 +59,20 @@ class BackwardScan(torch.autograd.Function):
 
 
 def backward_scan(
-    a: Float[Tensor, "mc time state state"], c: Float[Tensor, "mc time state"]
-) -> Float[Tensor, "mc time state"]:
+    a: Float[Tensor, "state state time mc"], c: Float[Tensor, "state time mc"]
+) -> Float[Tensor, "state time mc"]:
     r"""Solve :math:`u_i = A_i u_{i+1} + c_i`, :math:`u_N = c_N`."""
-    a, c = a.permute(2, 3, 1, 0).contiguous(), c.permute(2, 1, 0).contiguous()
-    return BackwardScan.apply(a, c).permute(2, 1, 0).contiguous()
+    return BackwardScan.apply(a, c)
 
 
 class GaussMarkovTrace(NamedTuple):
     """What the base made on the way: A, c = b + L z, the entries of L, and u."""
 
-    theta: Float[Tensor, "mc theta"]
-    a: Float[Tensor, "mc time state state"]
-    c: Float[Tensor, "mc time state"]
-    entries: Float[Tensor, "mc time entries"]
-    y: Float[Tensor, "mc time state"]
-    log_diag: Float[Tensor, "mc time state"]
+    a: Float[Tensor, "state state time mc"]
+    c: Float[Tensor, "state time mc"]
+    entries: Float[Tensor, "entries time mc"]
+    y: Float[Tensor, "state time mc"]
+    log_diag: Float[Tensor, "state time mc"]
 
 
 class GaussMarkov(TimeFlow):
@@ -115,28 +112,31 @@ class GaussMarkov(TimeFlow):
 
     def trace(
         self,
-        z: Float[Tensor, "mc time state"],
+        z: Float[Tensor, "state time mc"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
     ) -> GaussMarkovTrace:
         """Run the flow and keep what it made on the way."""
         p = self.num_states
         a, b, s, entries = self.network(None, features, theta).split(
-            [p * p, p, p, p * (p - 1) // 2], -1
+            [p * p, p, p, p * (p - 1) // 2]
         )
-        a, s = bound_rows(a.unflatten(-1, (p, p))), soft_bound(s)
+        a, s = bound_rows(a.unflatten(0, (p, p))), soft_bound(s)
         c = b + s.exp() * z
         if self.taps is not None:
-            c = c + self.taps(features, theta)
+            # Features are shared by all draws: one product for all of them.
+            taps = self.taps.matrix(theta)
+            c = c + (features @ taps.flatten(1)).unflatten(1, taps.shape[1:]).transpose(0, 1)
         if p > 1:
             c = c + lower_product(entries, z)
-        return GaussMarkovTrace(theta, a, c, entries, backward_scan(a, c), s)
+        return GaussMarkovTrace(a, c, entries, backward_scan(a, c), s)
 
     def push_score(
         self,
         trace: GaussMarkovTrace,
-        g: Float[Tensor, "mc time state"],
-        free: Float[Tensor, "1 time state"],
+        g: Float[Tensor, "state time mc"],
+        free: Float[Tensor, "state time 1"] | None,
+        with_theta: bool,
     ) -> Pushed:
         r"""The score at u from g, that at z: J = du/dz = (I − A S)⁻¹ L, S shifts by one step.
 
@@ -144,17 +144,21 @@ class GaussMarkov(TimeFlow):
         y_i'∂A_i u_{i+1}, and no scan is run backwards.
         """
         with torch.no_grad():
-            y = solve_lower_transposed(trace.entries, torch.exp(-trace.log_diag) * free, g)
-            back = (trace.a * y[..., None]).sum(-2)
+            inverse_diag, ones = torch.exp(-trace.log_diag), torch.ones_like(g)
+            if free is not None:
+                inverse_diag, ones = inverse_diag * free, ones * free
+            y = solve_lower_transposed(trace.entries, inverse_diag, g)
+            back = (trace.a * y[:, None]).sum(0)
             w = y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
+            if not with_theta:
+                return Pushed(g, w, [], [])
             later = nn.functional.pad(trace.y[:, 1:], (0, 0, 0, 1))
-            by_a = y[..., None] * later[..., None, :]
-        outputs = [trace.a, trace.c, trace.log_diag]
-        return Pushed(g, w, pull_theta(trace.theta, outputs, [by_a, y, free]))
+            by_a = y[:, None] * later[None]
+        return Pushed(g, w, [trace.a, trace.c, trace.log_diag], [by_a, y, ones])
 
 
-def bound_rows(a: Float[Tensor, "*batch state state"]) -> Float[Tensor, "*batch state state"]:
+def bound_rows(a: Float[Tensor, "state state *batch"]) -> Float[Tensor, "state state *batch"]:
     """Shrink each row so that its absolute sum r becomes tanh(r) < 1."""
     # Adding a tiny number keeps 0/0 away; tanh(r)/r is 1 there to rounding.
-    r = a.abs().sum(-1, keepdim=True) + 1e-6
+    r = a.abs().sum(1, keepdim=True) + 1e-6
     return a * (torch.tanh(r) / r)

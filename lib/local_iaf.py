@@ -14,9 +14,7 @@ from lib.network import (
     Pushed,
     ThetaTaps,
     TimeFlow,
-    apply_taps,
     lower_product,
-    pull_theta,
     soft_bound,
 )
 
@@ -25,19 +23,20 @@ BLOCK = 32
 
 
 class PastWindows(torch.autograd.Function):
-    r"""Windows :math:`z_{i-k}, …, z_{i-1}` side by side, oldest first, zero before the start.
+    r"""Windows :math:`z_{i-k}, …, z_{i-1}` below each other, oldest first, zero before the start.
 
     Written out because the backward pass of `unfold`, or of a `cat` of slices, is slow on a CPU.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, length: int) -> Float[Tensor, "mc time window"]:
-        """Copy the windows of z (mc, time, state)."""
+    def forward(ctx: Any, z: Tensor, length: int) -> Float[Tensor, "window time mc"]:
+        """Copy the windows of z (state, time, mc)."""
         ctx.length = length
-        n, num_times, p = z.shape
+        p, num_times, n = z.shape
         padded = nn.functional.pad(z, (0, 0, length, 0))
-        strides = (padded.stride(0), p, 1)
-        return padded.as_strided((n, num_times, length * p), strides).clone()
+        strides = (n, padded.stride(0), n, 1)
+        # With one state the two axes would merge without a copy, into rows that overlap.
+        return padded.as_strided((length, p, num_times, n), strides).clone().flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -45,35 +44,36 @@ class PastWindows(torch.autograd.Function):
         return add_windows(grad, ctx.length), None
 
 
-def past_windows(z: Float[Tensor, "mc time state"], length: int) -> Float[Tensor, "mc time window"]:
+def past_windows(z: Float[Tensor, "state time mc"], length: int) -> Float[Tensor, "window time mc"]:
     """The k steps before each time; see ``PastWindows``."""
     return PastWindows.apply(z, length)
 
 
 def add_windows(
-    windows: Float[Tensor, "mc time window"], length: int
-) -> Float[Tensor, "mc time state"]:
+    windows: Float[Tensor, "window time mc"], length: int
+) -> Float[Tensor, "state time mc"]:
     """Transpose of ``past_windows``: entry j of the window at i is added to time i - k + j."""
-    n, num_times, width = windows.shape
-    p = width // length
+    _, num_times, n = windows.shape
+    windows = windows.unflatten(0, (length, -1))
     padded = nn.functional.pad(windows, (0, 0, 0, length))
-    # Time i meets the entry j of the window at i + k - j: p columns less for each row further down.
-    strides = (padded.stride(0), width, width - p, 1)
-    return padded.as_strided((n, num_times, length, p), strides, 2 * width - p).sum(2)
+    # Time i meets the entry j of the window at i + k - j: one time less for each j further down.
+    strides = (padded.stride(0) - n, padded.stride(1), n, 1)
+    shape = (length, windows.shape[1], num_times, n)
+    return padded.as_strided(shape, strides, length * n).sum(0)
 
 
 def solve_band_transposed(
-    band: Float[Tensor, "mc time state columns"], g: Float[Tensor, "mc time state"]
-) -> Float[Tensor, "mc time state"]:
+    band: Float[Tensor, "columns state time mc"], g: Float[Tensor, "state time mc"]
+) -> Float[Tensor, "state time mc"]:
     """Solve J'w = g for a lower band J; row (i, c) holds the columns of times i-k, …, i.
 
     Back substitution by dense blocks of consecutive times. Block b is [E_b D_b], E_b its columns of
     the k times before: w_b = D_b⁻ᵀ g_b, then g_{b-1} loses E_b'w_b.
     """
-    n, num_times, p, columns = band.shape
+    columns, p, num_times, n = band.shape
     before = columns - p
     size = max(BLOCK, before // p)
-    rest = g.flatten(1)[..., None].clone()
+    rest = g.permute(2, 1, 0).reshape(n, -1, 1).clone()
     solved = []
     for first in reversed(range(0, num_times, size)):
         count = min(size, num_times - first)
@@ -81,25 +81,24 @@ def solve_band_transposed(
         block = band.new_zeros(n, rows, width)
         # Each time's rows start p columns further to the right.
         at = block.as_strided((n, count, p, columns), (rows * width, p * width + p, width, 1))
-        at.copy_(band[:, first : first + count])
+        at.copy_(band[:, :, first : first + count].permute(3, 2, 1, 0))
         own = rest[:, first * p : first * p + rows]
         solved.append(torch.linalg.solve_triangular(block[..., before:].mT, own, upper=True))
         if first:
             earlier = rest[:, first * p - before : first * p]
             earlier.baddbmm_(block[..., :before].mT, solved[-1], alpha=-1)
-    return torch.cat(solved[::-1], 1).view_as(g)
+    return torch.cat(solved[::-1], 1).view(n, num_times, p).permute(2, 1, 0)
 
 
 class LocalIAFTrace(NamedTuple):
     """What a layer made on the way: the windows, its network's trace and the taps."""
 
-    z: Float[Tensor, "mc time state"]
-    theta: Float[Tensor, "mc theta"]
-    window: Float[Tensor, "mc time window"]
+    z: Float[Tensor, "state time mc"]
+    window: Float[Tensor, "window time mc"]
     network: NetworkTrace
-    taps: Float[Tensor, "mc window state"] | None
-    y: Float[Tensor, "mc time state"]
-    log_diag: Float[Tensor, "mc time state"]
+    taps: Float[Tensor, "window state mc"] | None
+    y: Float[Tensor, "state time mc"]
+    log_diag: Float[Tensor, "state time mc"]
 
 
 class LocalIAF(TimeFlow):
@@ -150,7 +149,7 @@ class LocalIAF(TimeFlow):
 
     def trace(
         self,
-        z: Float[Tensor, "mc time state"],
+        z: Float[Tensor, "state time mc"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
     ) -> LocalIAFTrace:
@@ -158,11 +157,10 @@ class LocalIAF(TimeFlow):
         p = self.num_states
         window = past_windows(z, self.window)
         network = self.network.trace(window, features, theta)
-        out = network.out
-        mu, s = out[..., :p], out[..., p : 2 * p]
+        mu, s, entries = network.out.split([p, p, len(network.out) - 2 * p])
         taps = None if self.taps is None else self.taps.matrix(theta)
         if taps is not None:
-            mu = mu + apply_taps(window, taps)
+            mu = mu + (window[:, None] * taps[:, :, None]).sum(0)
         if self.gate == "sigmoid":
             sigma = torch.sigmoid(s)
             y, log_diag = sigma * z + mu * (1 - sigma), nn.functional.logsigmoid(s)
@@ -170,69 +168,84 @@ class LocalIAF(TimeFlow):
             log_diag = soft_bound(s)
             y = log_diag.exp() * z + mu
         if self.coupling:
-            y = y + lower_product(out[..., 2 * p :], z)
-        return LocalIAFTrace(z, theta, window, network, taps, y, log_diag)
+            y = y + lower_product(entries, z)
+        return LocalIAFTrace(z, window, network, taps, y, log_diag)
 
+    @torch.no_grad()
     def push_score(
         self,
         trace: LocalIAFTrace,
-        g: Float[Tensor, "mc time state"],
-        free: Float[Tensor, "1 time state"],
+        g: Float[Tensor, "state time mc"],
+        free: Float[Tensor, "state time 1"] | None,
+        with_theta: bool,
     ) -> Pushed:
         """The score at z' from g, that at z: back substitution along time, J being a lower band."""
-        p = self.num_states
-        with torch.no_grad():
-            by_out, by_z = self._slopes(trace, free)
-            by_first, band = self.network.pull_back(by_out, trace.network.hidden)
-            g = (g - add_windows(band[p], self.window)) * free
-            band = band[:p]
-            if trace.taps is not None:
-                band += trace.taps.permute(2, 0, 1)[:, :, None]
+        p, k = self.num_states, self.window
+        by_out, by_z = self._slopes(trace, free)
+        by_first, by_window = self.network.pull_back(by_out, trace.network.hidden)
+        g = g - add_windows(by_window[:, p], k)
+        band = torch.cat([by_window[:, :p], by_z])
+        if trace.taps is not None:
+            band[:-p] += trace.taps[:, :, None]
+        if free is not None:
             # What is not free is 0 and stays so: its rows and columns are those of the identity.
-            band *= past_windows(free, self.window)
-            band = torch.cat([band.movedim(0, 2), by_z], -1)
-            w = solve_band_transposed(band, g)
-            parts = self._theta_parts(trace, w, by_out, by_first)
-        return Pushed(g, w, pull_theta(trace.theta, *parts))
+            g = g * free
+            band[:-p] *= past_windows(free, k)[:, None]
+        w = solve_band_transposed(band, g)
+        parts = self._theta_parts(trace, w, by_out, by_first) if with_theta else ([], [])
+        return Pushed(g, w, *parts)
 
     @staticmethod
     def _theta_parts(
         trace: LocalIAFTrace, w: Tensor, by_out: Tensor, by_first: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Where ϑ enters, and the gradient of w'z' + Σ log diag there, as sums of Jacobian rows."""
-        weights = torch.cat([w.movedim(2, 0), torch.ones_like(w[None, ..., 0])])
-        outputs = [trace.network.from_theta]
-        gradients = [(weights[:, :, None] @ by_first).sum((0, 2))]
+        outputs, weights = [trace.network.from_theta], [_weigh(by_first, w).sum(1)]
         if trace.network.skip is not None:
             outputs.append(trace.network.skip)
-            gradients.append((weights[..., None] * by_out).sum(0))
+            weights.append(_weigh(by_out, w))
         if trace.taps is not None:
             outputs.append(trace.taps)
-            gradients.append(trace.window.mT @ w)
-        return outputs, gradients
+            weights.append((trace.window[:, None] * w).sum(2))
+        return outputs, weights
 
     def _slopes(
-        self, trace: LocalIAFTrace, free: Tensor
-    ) -> tuple[Float[Tensor, "rows mc time out"], Float[Tensor, "mc time state state"]]:
-        """dz'/d(outputs of the network), then a row for d Σ log diag; dz'/dz at the same time."""
+        self, trace: LocalIAFTrace, free: Tensor | None
+    ) -> tuple[Float[Tensor, "out rows time mc"], Float[Tensor, "state state time mc"]]:
+        """dz'/d(outputs of the network), then a row for d Σ log diag; dz'/dz at the same time.
+
+        The latter has the columns in front, the rows after.
+        """
         p, z, out = self.num_states, trace.z, trace.network.out
         if self.gate == "sigmoid":
-            sigma = torch.sigmoid(out[..., p : 2 * p])
-            by_mu, diag, slope = 1 - sigma, sigma, 1 - sigma
-            by_s = sigma * (1 - sigma) * (z - out[..., :p])
+            diag = torch.sigmoid(out[p : 2 * p])
+            by_mu, slope = 1 - diag, 1 - diag
+            by_s = diag * slope * (z - out[:p])
         else:
             diag = trace.log_diag.exp()
             slope = 1 - (trace.log_diag / LOG_SCALE_BOUND).square()
             by_mu, by_s = torch.ones_like(z), z * diag * slope
-        by_out = out.new_zeros(p + 1, *out.shape)
-        by_z = torch.where(free > 0, diag, 1.0).diag_embed()
-        by_out[p, ..., p : 2 * p] = slope * free
+        if free is not None:
+            diag, slope = torch.where(free > 0, diag, 1.0), slope * free
+        by_out = out.new_zeros(len(out), p + 1, *z.shape[1:])
+        by_z = out.new_zeros(p, p, *z.shape[1:])
+        by_out[p : 2 * p, p] = slope
         entry = 2 * p
         for r in range(p):
-            by_out[r, ..., r], by_out[r, ..., p + r] = by_mu[..., r], by_s[..., r]
+            by_out[r, r], by_out[p + r, r], by_z[r, r] = by_mu[r], by_s[r], diag[r]
             if self.coupling:
-                by_out[r, ..., entry : entry + r] = z[..., :r]
-                both = free[..., :r] * free[..., r : r + 1]
-                by_z[..., r, :r] = out[..., entry : entry + r] * both
+                by_out[entry : entry + r, r] = z[:r]
+                both = 1.0 if free is None else free[:r] * free[r]
+                by_z[:r, r] = out[entry : entry + r] * both
                 entry += r
         return by_out, by_z
+
+
+def _weigh(
+    rows: Float[Tensor, "columns rows time mc"], w: Float[Tensor, "state time mc"]
+) -> Float[Tensor, "columns time mc"]:
+    """Sum of the Jacobian's rows weighted by w, and of the last, that of Σ log diag, by 1."""
+    total = rows[:, -1].clone()
+    for r, weight in enumerate(w):
+        total.addcmul_(rows[:, r], weight)
+    return total

@@ -16,48 +16,54 @@ def soft_bound(s: Tensor, bound: float = LOG_SCALE_BOUND) -> Tensor:
 
 
 def lower_product(
-    entries: Float[Tensor, "mc time entries"], z: Float[Tensor, "mc time state"]
-) -> Float[Tensor, "mc time state"]:
+    entries: Float[Tensor, "entries time mc"], z: Float[Tensor, "state time mc"]
+) -> Float[Tensor, "state time mc"]:
     """Product of a strictly lower triangular matrix, given row by row, with z."""
-    rows, start = [torch.zeros_like(z[..., 0])], 0
-    for r in range(1, z.shape[-1]):
-        rows.append((entries[..., start : start + r] * z[..., :r]).sum(-1))
+    rows, start = [torch.zeros_like(z[0])], 0
+    for r in range(1, len(z)):
+        rows.append((entries[start : start + r] * z[:r]).sum(0))
         start += r
-    return torch.stack(rows, -1)
+    return torch.stack(rows)
 
 
 def solve_lower_transposed(
-    entries: Float[Tensor, "mc time entries"],
-    inverse_diag: Float[Tensor, "mc time state"],
-    g: Float[Tensor, "mc time state"],
-) -> Float[Tensor, "mc time state"]:
+    entries: Float[Tensor, "entries time mc"],
+    inverse_diag: Float[Tensor, "state time mc"],
+    g: Float[Tensor, "state time mc"],
+) -> Float[Tensor, "state time mc"]:
     """Solve L'w = g for each time, L lower triangular; where 1/diag L is 0, so is w."""
-    p = g.shape[-1]
-    w: list[Tensor] = [g[..., 0]] * p
+    p = len(g)
+    w: list[Tensor] = [g[0]] * p
     for c in reversed(range(p)):
-        below = sum((entries[..., r * (r - 1) // 2 + c] * w[r] for r in range(c + 1, p)), 0.0)
-        w[c] = (g[..., c] - below) * inverse_diag[..., c]
-    return torch.stack(w, -1)
+        rest = g[c]
+        for r in range(c + 1, p):
+            rest = rest - entries[r * (r - 1) // 2 + c] * w[r]
+        w[c] = rest * inverse_diag[c]
+    return torch.stack(w)
 
 
 class Pushed(NamedTuple):
     r"""The score pushed through a flow z' = f(z, ϑ) with Jacobian J.
 
-    ``before`` is :math:`\nabla_z - \partial_z\log|J|`, ``after`` is J⁻ᵀ of it, and ``by_theta`` is
-    :math:`\partial_\vartheta\log|J| + (\partial_\vartheta z')^\top` after.
+    ``before`` is :math:`\nabla_z - \partial_z\log|J|`, ``after`` is J⁻ᵀ of it. The gradient
+    :math:`\partial_\vartheta\log|J| + (\partial_\vartheta z')^\top` after is that of Σ
+    weights·outputs, whose ``outputs`` depend on ϑ directly, at the same z; both lists are empty
+    where it is not asked for.
     """
 
-    before: Float[Tensor, "mc time state"]
-    after: Float[Tensor, "mc time state"]
-    by_theta: Float[Tensor, "mc theta"]
+    before: Float[Tensor, "state time mc"]
+    after: Float[Tensor, "state time mc"]
+    outputs: list[Tensor]
+    weights: list[Tensor]
 
 
 class TimeFlow(nn.Module):
     """A flow over time z' = f(z, ϑ).
 
     A subclass has ``trace(z, features, theta)``, whose result holds z' as ``y``, the log diagonal
-    of its Jacobian as ``log_diag`` and what was made on the way, and ``push_score(trace, g, free)``
-    that returns a ``Pushed``.
+    of its Jacobian as ``log_diag`` and what was made on the way, and ``push_score(trace, g, free,
+    with_theta)`` that returns a ``Pushed``. In both the state leads and the draws come last: a
+    network is then a few products of a small matrix with a long one, with rows to run along.
     """
 
     def forward(
@@ -67,26 +73,17 @@ class TimeFlow(nn.Module):
         theta: Float[Tensor, "mc theta"],
     ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
         """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
-        trace = self.trace(z, features, theta)
-        return trace.y, trace.log_diag
+        trace = self.trace(z.permute(2, 1, 0), features, theta)
+        return trace.y.permute(2, 1, 0), trace.log_diag.permute(2, 1, 0)
 
 
 class NetworkTrace(NamedTuple):
     """Outputs of a ``Conditioner`` and what it made on the way, ϑ's part of each sum by itself."""
 
-    out: Float[Tensor, "mc time out"]
-    hidden: list[Float[Tensor, "mc time hidden"]]
-    from_theta: Float[Tensor, "mc hidden"]
-    skip: Float[Tensor, "mc time out"] | None
-
-
-def pull_theta(
-    theta: Float[Tensor, "mc theta"], outputs: list[Tensor], weights: list[Tensor]
-) -> Float[Tensor, "mc theta"]:
-    """Gradient by ϑ of Σ weights·outputs on a graph that is kept; outputs of one flow alone."""
-    weights = [w.expand_as(out) for w, out in zip(weights, outputs, strict=True)]
-    options = {"retain_graph": True, "materialize_grads": True}
-    return torch.autograd.grad(outputs, theta, weights, **options)[0]
+    out: Float[Tensor, "out time mc"]
+    hidden: list[Float[Tensor, "hidden time mc"]]
+    from_theta: Float[Tensor, "hidden mc"]
+    skip: Float[Tensor, "out time mc"] | None
 
 
 class Conditioner(nn.Module):
@@ -107,8 +104,8 @@ class Conditioner(nn.Module):
             path learns that long before the ReLU layers do.
 
     >>> network = Conditioner(4, 3, 2, hidden=(8,), initial=[0.0, 1.0])
-    >>> network(torch.zeros(5, 7, 4), torch.zeros(7, 3), torch.zeros(5, 2)).shape
-    torch.Size([5, 7, 2])
+    >>> network(torch.zeros(4, 7, 5), torch.zeros(7, 3), torch.zeros(5, 2)).shape
+    torch.Size([2, 7, 5])
     """
 
     def __init__(
@@ -146,10 +143,10 @@ class Conditioner(nn.Module):
 
     def forward(
         self,
-        window: Float[Tensor, "mc time window"] | None,
+        window: Float[Tensor, "window time mc"] | None,
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
-    ) -> Float[Tensor, "mc time out"]:
+    ) -> Float[Tensor, "out time mc"]:
         """Outputs at every time for every draw; pass ``None`` for a network without window."""
         return self.trace(window, features, theta).out
 
@@ -160,45 +157,43 @@ class Conditioner(nn.Module):
 
     def pull_back(
         self,
-        rows: Float[Tensor, "rows mc time out"],
-        h: list[Float[Tensor, "mc time hidden"]],
-    ) -> tuple[Float[Tensor, "rows mc time hidden"], Float[Tensor, "rows mc time window"]]:
+        rows: Float[Tensor, "out rows time mc"],
+        h: list[Float[Tensor, "hidden time mc"]],
+    ) -> tuple[Float[Tensor, "hidden rows time mc"], Float[Tensor, "window rows time mc"]]:
         """Rows times the Jacobians of the outputs by the first layer's sum and by the window.
 
         Without autograd; h is of ``trace``.
         """
-        rows = rows @ self.out.weight
+        shape, rows = rows.shape[1:], self.out.weight.mT @ rows.flatten(1)
         for layer, below in zip(reversed(self.hidden), reversed(h[1:]), strict=True):
-            rows = rows.mul_(below.sign()) @ layer.weight
-        rows.mul_(h[0].sign())
-        return rows, rows @ self.from_window.weight
+            rows.unflatten(1, shape).mul_(below.sign()[:, None])
+            rows = layer.weight.mT @ rows
+        rows.unflatten(1, shape).mul_(h[0].sign()[:, None])
+        by_window = self.from_window.weight.mT @ rows
+        return rows.unflatten(1, shape), by_window.unflatten(1, shape)
 
     def trace(self, window: Tensor | None, features: Tensor, theta: Tensor) -> NetworkTrace:
         """Outputs, and what made them."""
-        from_theta = self.from_theta(theta)
-        h = self.from_features(features) + from_theta[:, None]
+        from_theta = self.from_theta.weight @ theta.mT
+        first = affine(self.from_features, features.mT)[..., None] + from_theta[:, None]
+        shape, first = first.shape[1:], first.flatten(1)
         if self.from_window is not None:
-            h += self.from_window(window)
-        # In place, here and above: to fill a new buffer costs as much as the arithmetic.
-        h = [h.relu_()]
+            first = torch.addmm(first, self.from_window.weight, window.flatten(1))
+        # In place, here and below: to fill a new buffer costs as much as the arithmetic.
+        h = [first.relu_()]
         for layer in self.hidden:
-            h.append(layer(h[-1]).relu_())
-        out, skip = self.out(h[-1]), None
+            h.append(affine(layer, h[-1]).relu_())
+        out, skip = affine(self.out, h[-1]).unflatten(1, shape), None
         if self.skip is not None:
             slopes = self.skip_gain * self.skip(features).unflatten(-1, (-1, theta.shape[-1]))
-            skip = (theta @ slopes.flatten(0, 1).mT).unflatten(-1, slopes.shape[:2])
+            skip = (slopes.transpose(0, 1).flatten(0, 1) @ theta.mT).unflatten(0, (len(out), -1))
             out = out + skip
-        return NetworkTrace(out, h, from_theta, skip)
+        return NetworkTrace(out, [each.unflatten(1, shape) for each in h], from_theta, skip)
 
 
-def apply_taps(
-    inputs: Float[Tensor, "*#mc time inputs"], taps: Float[Tensor, "mc inputs state"]
-) -> Float[Tensor, "mc time state"]:
-    """Taps applied at every time; inputs that all draws share take one product for all of them."""
-    if inputs.ndim == 3:
-        return inputs @ taps
-    every = inputs @ taps.transpose(0, 1).flatten(1)
-    return every.unflatten(1, (-1, taps.shape[-1])).transpose(0, 1)
+def affine(layer: nn.Linear, x: Float[Tensor, "in many"]) -> Float[Tensor, "out many"]:
+    """W x + b of every column."""
+    return torch.addmm(layer.bias[:, None], layer.weight, x)
 
 
 class ThetaTaps(nn.Module):
@@ -225,17 +220,13 @@ class ThetaTaps(nn.Module):
         nn.init.zeros_(self.weights[-1].weight)
         nn.init.zeros_(self.weights[-1].bias)
 
-    def forward(
-        self, inputs: Float[Tensor, "*#mc time inputs"], theta: Float[Tensor, "mc theta"]
-    ) -> Float[Tensor, "mc time state"]:
-        """Taps applied at every time; inputs with or without a Monte Carlo dimension."""
-        return apply_taps(inputs, self.matrix(theta))
-
     def matrices(self) -> list[nn.Parameter]:
         """Weights between layers."""
         layers = (self.weights[0].weight, self.weights[2].weight)
         return [weight for weight in layers if min(weight.shape) > 1]
 
-    def matrix(self, theta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc inputs state"]:
+    def matrix(self, theta: Float[Tensor, "mc theta"]) -> Float[Tensor, "inputs state mc"]:
         """The taps w(ϑ)."""
-        return (self.gain * self.weights(theta)).unflatten(-1, self.shape)
+        first, _, last = self.weights
+        taps = affine(last, torch.tanh(affine(first, theta.mT)))
+        return (self.gain * taps).unflatten(0, self.shape)

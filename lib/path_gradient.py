@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.network import pull_theta
 from lib.posterior import Sample, Trace, VariationalPosterior
 
 # A local IAF whose inverse is unstable (its taps have a root on the wrong side) makes the score
@@ -17,7 +16,8 @@ LARGEST_GROWTH = 100.0
 class Score(NamedTuple):
     """Gradients at a draw, weights held: of log q(ϑ) by ϑ, of log q(x | ϑ) by ϑ and by x.
 
-    ``growth`` is how much the local IAFs, all together, magnify the root mean square of the latter.
+    Those by ϑ are 0 where q(ϑ) is held. ``growth`` is how much the local IAFs, all together,
+    magnify the root mean square of that by x.
     """
 
     theta: Float[Tensor, "mc theta"]
@@ -57,25 +57,28 @@ def find_score(q: VariationalPosterior, trace: Trace) -> Score:
         \nabla_\vartheta \mathrel{-}= \partial_\vartheta \log|J| + (\partial_\vartheta z')^\top
         \nabla_{z'}
     """
-    with torch.no_grad():
-        by_theta = q.theta_flow.score(trace.noise.theta, trace.theta_steps)
-        g, by_seen = -trace.noise.path * q.free, torch.zeros_like(trace.seen)
-    growth = g.new_ones(())
+    vartheta, g = trace.sample.vartheta, q.masked(-trace.noise.path.permute(2, 1, 0))
+    growth, outputs, weights = g.new_ones(()), [], []
     for flow, made in zip(q.flows(), trace.flows, strict=True):
-        pushed = flow.push_score(made, g, q.free)
-        g, by_seen = pushed.after, by_seen - pushed.by_theta
+        pushed = flow.push_score(made, g, q.mask, vartheta.requires_grad)
+        g, outputs = pushed.after, outputs + pushed.outputs
+        weights += [-w for w in pushed.weights]
         if flow.flow is not q.base:
             growth = growth * g.norm() / pushed.before.norm()
-    # Chain rule through the standardisation of ϑ.
-    by_path = pull_theta(trace.sample.vartheta, [trace.seen], [by_seen])
-    return Score(by_theta, by_path, _to_x(q, trace.z, g), growth)
+    by_theta = by_path = torch.zeros_like(vartheta)
+    if vartheta.requires_grad:
+        with torch.no_grad():
+            by_theta = q.theta_flow.score(trace.noise.theta, trace.theta_steps)
+    if outputs:  # their graph is kept
+        options = {"retain_graph": True, "materialize_grads": True}
+        (by_path,) = torch.autograd.grad(outputs, vartheta, weights, **options)
+    return Score(by_theta, by_path, _to_x(q, trace.z, g.permute(2, 1, 0)), growth)
 
 
+@torch.no_grad()
 def _to_x(q: VariationalPosterior, z: Tensor, g: Tensor) -> Tensor:
     """The last step, x = h(loc + scale z), which is one number at a time."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        _, log_slope = q.to_state(z)
-        # + 0 z: with a constant scale and h the identity, nothing here would depend on z.
-        by_z = torch.autograd.grad((log_slope + 0.0 * z).sum(), z)[0]
-    return ((g - by_z) * torch.exp(-log_slope.detach())) * q.free
+    log_slope = q.to_state(z)[1]
+    if not q.to_range.affine:
+        g = g - torch.func.grad(lambda z: q.to_state(z)[1].expand_as(z).sum())(z)
+    return g * torch.exp(-log_slope) * q.free

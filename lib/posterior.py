@@ -43,19 +43,21 @@ class TimedFlow(NamedTuple):
     features: Float[Tensor, "time features"]
     backwards: bool
 
-    def turn(self, series: Float[Tensor, "mc time state"]) -> Float[Tensor, "mc time state"]:
+    def turn(self, series: Float[Tensor, "state time mc"]) -> Float[Tensor, "state time mc"]:
         """The series as the flow sees it, and back."""
         return series.flip(1) if self.backwards else series
 
     def trace(self, z: Tensor, seen: Tensor) -> FlowTrace:
         """z' and log diagonal with what the flow made on the way, all as the flow sees them."""
-        # A view of its own: gradients by ϑ can then stop at this flow.
-        return self.flow.trace(self.turn(z), self.features, seen.view_as(seen))
+        return self.flow.trace(self.turn(z), self.features, seen)
 
-    def push_score(self, trace: FlowTrace, g: Tensor, free: Tensor) -> Pushed:
+    def push_score(
+        self, trace: FlowTrace, g: Tensor, free: Tensor | None, with_theta: bool
+    ) -> Pushed:
         """The score at z' from g, that at z, both in the order of time."""
-        before, after, by_theta = self.flow.push_score(trace, self.turn(g), self.turn(free[None]))
-        return Pushed(self.turn(before), self.turn(after), by_theta)
+        free = None if free is None else self.turn(free)
+        pushed = self.flow.push_score(trace, self.turn(g), free, with_theta)
+        return pushed._replace(before=self.turn(pushed.before), after=self.turn(pushed.after))
 
 
 class Trace(NamedTuple):
@@ -64,7 +66,6 @@ class Trace(NamedTuple):
     noise: Noise
     sample: Sample
     theta_steps: list[IAFTrace]
-    seen: Float[Tensor, "mc theta"]
     flows: list[FlowTrace]
     z: Float[Tensor, "mc time state"]  # of the last flow
 
@@ -115,6 +116,7 @@ class VariationalPosterior(nn.Module):
         if self.first == 0:
             free[0] = (~model.x0_fixed).to(free)
         loc, scale = self._loc_scale(start)
+        self.all_free = bool((free > 0).all())
         for name, value in {"free": free, "x0": model.x0_value, "loc0": loc}.items():
             self.register_buffer(name, value.clone())
         self.register_buffer("log_scale0", scale.log())
@@ -143,27 +145,28 @@ class VariationalPosterior(nn.Module):
         loc = self.loc0
         return torch.randn(shape, dtype=loc.dtype, device=loc.device, generator=generator)
 
-    def forward(self, noise: Noise, wide: int = 0) -> Sample:
+    def forward(self, noise: Noise, wide: int = 0, held: bool = False) -> Sample:
         """Draws of q as a function of standard normal noise (reparameterised).
 
         The last ``wide`` are for the training of q(x | ϑ) alone: no gradient goes through their ϑ.
+        Where q(ϑ) is ``held``, that holds for all.
         """
-        vartheta, log_q_theta, _ = self._theta(noise.theta, wide)
+        vartheta, log_q_theta, _ = self._theta(noise.theta, wide, held)
         x, log_q_x = self.path(noise.path, vartheta)
         return Sample(vartheta, x, log_q_theta, log_q_x)
 
-    def trace(self, noise: Noise, wide: int = 0) -> Trace:
+    def trace(self, noise: Noise, wide: int = 0, held: bool = False) -> Trace:
         """The draws of ``forward`` with what their score needs."""
-        vartheta, log_q_theta, steps = self._theta(noise.theta, wide)
-        seen, flows = self.seen(vartheta), []
-        x, log_q_x, z = self._path(noise.path, seen, flows)
-        sample = Sample(vartheta, x, log_q_theta, log_q_x)
-        return Trace(noise, sample, steps, seen, flows, z)
+        vartheta, log_q_theta, steps = self._theta(noise.theta, wide, held)
+        flows: list[FlowTrace] = []
+        x, log_q_x, z = self._path(noise.path, self.seen(vartheta), flows)
+        return Trace(noise, Sample(vartheta, x, log_q_theta, log_q_x), steps, flows, z)
 
-    def _theta(self, noise: Tensor, wide: int) -> tuple[Tensor, Tensor, list[IAFTrace]]:
+    def _theta(self, noise: Tensor, wide: int, held: bool) -> tuple[Tensor, Tensor, list[IAFTrace]]:
         """ϑ, the last ``wide`` without gradient; log q(ϑ); the steps of the MAF."""
-        vartheta, log_q_theta, steps = self.theta_flow.trace(noise)
-        if wide:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not held):
+            vartheta, log_q_theta, steps = self.theta_flow.trace(noise)
+        if wide and not held:
             vartheta = torch.cat([vartheta[:-wide], vartheta[-wide:].detach()])
         return vartheta, log_q_theta, steps
 
@@ -177,16 +180,28 @@ class VariationalPosterior(nn.Module):
         self, noise: Tensor, seen: Tensor, traces: list[FlowTrace] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x, log q and the z of the last flow; what each flow made is appended to ``traces``."""
-        z = noise * self.free
+        # The flows' order of axes: to turn a path costs little, to turn a hidden layer much.
+        z = self.masked(noise.permute(2, 1, 0).contiguous())
         log_q = -0.5 * (z.square() + LOG_2PI)
         for flow in self.flows():
             trace = flow.trace(z, seen)
             # A fixed component of x_0 stays 0, or the layers' Jacobians would not be triangular.
-            z, log_q = flow.turn(trace.y) * self.free, log_q - flow.turn(trace.log_diag)
+            z, log_q = self.masked(flow.turn(trace.y)), log_q - flow.turn(trace.log_diag)
             if traces is not None:
                 traces.append(trace)
+        z = z.permute(2, 1, 0)
         x, log_slope = self.to_state(z)
-        return self._with_x0(x), ((log_q - log_slope) * self.free).sum((-2, -1)), z
+        log_q = (log_q.permute(2, 1, 0) - log_slope) * self.free
+        return self._with_x0(x), log_q.sum((-2, -1)), z
+
+    @property
+    def mask(self) -> Float[Tensor, "state time 1"] | None:
+        """``free`` as the flows see it; None where all is free."""
+        return None if self.all_free else self.free.mT[..., None]
+
+    def masked(self, series: Float[Tensor, "state time mc"]) -> Float[Tensor, "state time mc"]:
+        """The series with zeros for what is not free."""
+        return series if self.mask is None else series * self.mask
 
     def seen(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
         """ϑ as the networks of the path see it."""
@@ -211,7 +226,9 @@ class VariationalPosterior(nn.Module):
     def _with_x0(self, x: Tensor) -> Tensor:
         """Put what is fixed of x_0 in front of, or into, the path."""
         if self.first == 1:
-            return torch.cat([self.x0.expand(len(x), 1, -1), x], 1)
+            # On the flows' order of axes, so that the values stay where they are.
+            ahead = self.x0[:, None, None].expand(-1, 1, len(x))
+            return torch.cat([ahead, x.permute(2, 1, 0)], 1).permute(2, 1, 0)
         return torch.where(self.free > 0, x, self.x0)
 
 

@@ -50,6 +50,11 @@ class StateMap(nn.Module):
         self.any_soft = soft.any().item()
         self.register_buffer("soft", soft)
 
+    @property
+    def affine(self) -> bool:
+        """Whether h is a straight line at every time."""
+        return not (self.any_soft or self.narrow)
+
     def forward(self, u: Float[Tensor, "*mc time state"]) -> tuple[Tensor, Tensor]:
         """x and log dx/du, which broadcasts with u."""
         x, log_slope = u, u.new_zeros(())

@@ -32,11 +32,11 @@ def make_optimizers(q: VariationalPosterior, kind: str) -> list[torch.optim.Opti
     return optimizers
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], rate: float, refitted: bool) -> None:
-    """One learning rate for all; once q(ϑ) is refitted its own is 0, or the bound narrows it."""
+def set_rates(optimizers: list[torch.optim.Optimizer], rate: float, held: bool) -> None:
+    """One learning rate for all; that of q(ϑ) is 0 where it is held."""
     for group in (group for each in optimizers for group in each.param_groups):
         group["lr"] = rate
-    if refitted:
+    if held:
         optimizers[0].param_groups[0]["lr"] = 0.0
 
 

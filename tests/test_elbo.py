@@ -131,8 +131,8 @@ class GaussianQ(VariationalPosterior):
         self.mean, self.tril = nn.Parameter(law.mean.clone()), nn.Parameter(law.scale_tril.clone())
         self.free, self.x0 = free, x0
 
-    def forward(self, noise: Noise, wide: int = 0) -> Sample:
-        assert wide == 0
+    def forward(self, noise: Noise, wide: int = 0, held: bool = False) -> Sample:
+        assert wide == 0 and not held
         time = noise.path.shape[1]
         white = torch.cat([noise.theta, noise.path[:, self.free[-time:]]], 1)
         v = self.mean + white @ self.tril.tril().T
@@ -304,15 +304,18 @@ def test_importance_weights_of_a_real_q_average_to_the_evidence(family: str) -> 
 # Dynamo itself makes the instance that torch.autograd warns of.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "name, family",
+    "name, family, options",
     [
-        ("ou", replace(Family.paper(), num_flows=2, layers=2)),
-        ("ou, x_0 random", FAMILIES["study"]),
-        ("sir, I_0 random", FAMILIES["study"]),
+        ("ou", replace(Family.paper(), num_flows=2, layers=2), {}),
+        ("ou", replace(Family.paper(), num_flows=2, layers=2), {"path_gradient": True}),
+        ("ou, x_0 random", FAMILIES["study"], {"path_gradient": True, "wide": 2}),
+        ("sir, I_0 random", FAMILIES["study"], {"path_gradient": True, "wide": 2, "held": True}),
     ],
-    ids=["ou-paper", "ou-x0-study", "sir-x0-study"],
+    ids=["ou-paper", "ou-paper-path", "ou-x0-study", "sir-x0-study-held"],
 )
-def test_compiled_step_is_the_eager_one_and_compiles_once(name: str, family: Family) -> None:
+def test_compiled_step_is_the_eager_one_and_compiles_once(
+    name: str, family: Family, options: dict[str, object]
+) -> None:
     """One graph for values and gradients; α is a tensor, so a new one needs no new graph."""
     model, q, grid = fitted(name, family)
     graphs = []
@@ -322,10 +325,18 @@ def test_compiled_step_is_the_eager_one_and_compiles_once(name: str, family: Fam
         return graph.forward
 
     def step(noise: Noise, alpha: Tensor) -> Tensor:
-        return elbo(model, q, grid, noise, alpha).value
+        bound = elbo(model, q, grid, noise, alpha, **options)
+        return bound.value + bound.conditional
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, backend=count, fullgraph=True)
+    # The score takes one gradient within the step.
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        _compare(step, torch.compile(step, backend=count, fullgraph=True), q)
+    assert len(graphs) == 1
+
+
+def _compare(step: Callable, compiled: Callable, q: VariationalPosterior) -> None:
+    """Values and gradients at three noises and temperatures."""
     learned = [weight for weight in q.parameters() if weight.requires_grad]
     for seed, alpha in enumerate((10.0, 2.5, 1.0)):
         inputs = noise_for(q, 5, seed), torch.tensor(alpha)
@@ -339,4 +350,3 @@ def test_compiled_step_is_the_eager_one_and_compiles_once(name: str, family: Fam
             assert (a is None) == (b is None)
             if a is not None:
                 assert_close(a, b)
-    assert len(graphs) == 1

@@ -160,27 +160,27 @@ def test_gauss_markov_depends_on_the_whole_future_and_no_past(p: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("time", [1, 2, 3, 4, 6, 7, 8, 9, 13])
 def test_scan_is_the_recursion_run_backwards(time: int, p: int) -> None:
-    a, c = torch.randn(2, time, p, p), torch.randn(2, time, p)
-    u = torch.zeros(2, time, p)
+    a, c = torch.randn(p, p, time, 2), torch.randn(p, time, 2)
+    u = torch.zeros(p, time, 2)
     u[:, -1] = c[:, -1]
     for i in range(time - 2, -1, -1):
-        u[:, i] = torch.einsum("nij,nj->ni", a[:, i], u[:, i + 1]) + c[:, i]
+        u[:, i] = torch.einsum("ijn,jn->in", a[:, :, i], u[:, i + 1]) + c[:, i]
     assert_close(backward_scan(a, c), u)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("time", [1, 2, 5, 8])
 def test_gradient_of_the_scan_is_exact(time: int, p: int) -> None:
-    a, c = torch.randn(2, time, p, p, requires_grad=True), torch.randn(2, time, p)
+    a, c = torch.randn(p, p, time, 2, requires_grad=True), torch.randn(p, time, 2)
     assert torch.autograd.gradcheck(backward_scan, (a, c.requires_grad_()))
 
 
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("length", [1, 3, 9])
 def test_windows_are_shifted_copies_and_add_windows_their_transpose(length: int, p: int) -> None:
-    z, weights = torch.randn(2, 6, p, requires_grad=True), torch.randn(2, 6, length * p)
+    z, weights = torch.randn(p, 6, 2, requires_grad=True), torch.randn(length * p, 6, 2)
     padded = torch.nn.functional.pad(z, (0, 0, length, 0))
-    slices = torch.cat([padded[:, j : j + 6] for j in range(length)], -1)
+    slices = torch.cat([padded[:, j : j + 6] for j in range(length)])
     assert_close(past_windows(z, length), slices, rtol=0, atol=0)
     (expected,) = torch.autograd.grad(slices, z, weights)
     assert_close(add_windows(weights, length), expected)
@@ -199,7 +199,8 @@ def test_band_is_solved_as_the_dense_matrix(time: int, window: int, p: int) -> N
         dense[:, i * p : (i + 1) * p, i * p : (i + window + 1) * p] = band[:, i]
     g = torch.randn(2, time, p)
     expected = torch.linalg.solve(dense[..., window * p :].mT, g.flatten(1)[..., None])
-    assert_close(solve_band_transposed(band, g).flatten(1), expected[..., 0])
+    solved = solve_band_transposed(band.permute(3, 2, 1, 0), g.permute(2, 1, 0))
+    assert_close(solved.permute(2, 1, 0).flatten(1), expected[..., 0])
 
 
 def unpack_lower(diagonal: Tensor, entries: Tensor) -> Tensor:
@@ -216,11 +217,11 @@ def slow_local_iaf(layer: LocalIAF, z: Tensor, features: Tensor, theta: Tensor) 
     result = []
     for i in range(time):
         past = [z[j] if j >= 0 else torch.zeros(p) for j in range(i - layer.window, i)]
-        window = torch.cat(past)[None, None]
-        out = layer.network(window, features[[i]], theta[None])[0, 0]
+        window = torch.cat(past)
+        out = layer.network(window[:, None, None], features[[i]], theta[None])[:, 0, 0]
         mu, s, entries = out[:p], out[p : 2 * p], out[2 * p :]
         if layer.taps is not None:
-            mu = mu + layer.taps(window, theta[None])[0, 0]
+            mu = mu + window @ layer.taps.matrix(theta[None])[..., 0]
         if layer.gate == "sigmoid":
             sigma = 1 / (1 + torch.exp(-s))
             result.append(sigma * z[i] + mu * (1 - sigma))
@@ -262,7 +263,7 @@ class Constant(torch.nn.Module):
         self.outputs = torch.tensor(outputs)
 
     def forward(self, window: Tensor | None, features: Tensor, theta: Tensor) -> Tensor:
-        return self.outputs.expand(len(theta), len(features), -1)
+        return self.outputs[:, None, None].expand(-1, len(features), len(theta))
 
     def trace(self, window: Tensor | None, features: Tensor, theta: Tensor) -> NetworkTrace:
         return NetworkTrace(self(window, features, theta), [], theta, None)
@@ -359,7 +360,8 @@ def test_lower_product_is_a_strictly_triangular_matrix() -> None:
     entries, z = torch.randn(2, 5, 3), torch.randn(2, 5, 3)
     matrix = torch.zeros(2, 5, 3, 3)
     matrix[..., 1, 0], matrix[..., 2, 0], matrix[..., 2, 1] = entries.unbind(-1)
-    assert_close(lower_product(entries, z), (matrix @ z[..., None])[..., 0])
+    product = lower_product(entries.permute(2, 1, 0), z.permute(2, 1, 0))
+    assert_close(product.permute(2, 1, 0), (matrix @ z[..., None])[..., 0])
 
 
 @pytest.mark.parametrize("d", [1, 2, 5])

@@ -164,14 +164,15 @@ def test_growth_is_that_of_all_local_flows_and_not_of_the_base(name: str, family
     _, q = posterior(name, FAMILIES[family])
     noise = q.draw_noise(1, torch.Generator().manual_seed(3))
     trace, growth = q.trace(noise), torch.ones(())
-    z, seen, free = noise.path * q.free, trace.seen.detach(), q.free.flatten() > 0
+    seen, mask = q.seen(trace.sample.vartheta).detach(), q.free.mT[..., None]
+    z, free = noise.path.permute(2, 1, 0) * mask, mask.flatten() > 0
     g = -z.flatten()
     for flow in q.flows():
 
         def run(flat: torch.Tensor, flow=flow) -> tuple[torch.Tensor, torch.Tensor]:
-            made = flow.trace(flat.view_as(noise.path), seen)
-            log_diag = flow.turn(made.log_diag) * q.free
-            return (flow.turn(made.y) * q.free).flatten(), log_diag.sum()
+            made = flow.trace(flat.view_as(mask), seen)
+            log_diag = flow.turn(made.log_diag) * mask
+            return (flow.turn(made.y) * mask).flatten(), log_diag.sum()
 
         by_z, slope = torch.autograd.functional.jacobian(run, z.flatten())
         before, z = (g - slope)[free], run(z.flatten())[0].detach()
@@ -225,11 +226,31 @@ def test_wide_draws_get_the_score_of_their_own_theta() -> None:
         assert_close(one, other)
 
 
+@pytest.mark.parametrize("path_gradient", [False, True])
+@pytest.mark.parametrize("case", ["scalar", "mixed"])
+def test_holding_the_parameters_leaves_the_gradient_of_the_path(
+    case: str, path_gradient: bool
+) -> None:
+    """Kills a held ϑ that changes the value, or what the weights of q(x | ϑ) get."""
+    model, q = posterior(case, FAMILIES["study"])
+    grid = (scalar() if case == "scalar" else linear(X0[case]))[1].grid()
+    noise, found = q.draw_noise(5, torch.Generator().manual_seed(0)), {}
+    for held in (False, True):
+        q.zero_grad()
+        bound = elbo(model, q, grid, noise, 1.5, path_gradient, wide=2, held=held)
+        (bound.value + bound.conditional).backward()
+        of_theta = {id(w) for w in q.theta_flow.parameters()}
+        path = [w.grad for w in q.parameters() if w.grad is not None and id(w) not in of_theta]
+        found[held] = (bound.value.detach(), bound.conditional.detach(), *path)
+        assert all((w.grad is None) is held for w in q.theta_flow.parameters())
+    assert_close(found[True], found[False])
+
+
 def test_solves_leave_their_arguments_alone() -> None:
     """Kills a missing copy: with one draw of one state, turning the axes makes none."""
-    g, band = torch.randn(1, 40, 1), 0.1 * torch.randn(1, 40, 1, 3)
-    band[..., -1] = 1.0
+    g, band = torch.randn(1, 40, 1), 0.1 * torch.randn(3, 1, 40, 1)
+    band[-1] = 1.0
     kept = g.clone()
     solve_band_transposed(band, g)
-    backward_scan(0.5 * torch.ones(1, 40, 1, 1), g)
+    backward_scan(0.5 * torch.ones(1, 1, 40, 1), g)
     assert g.equal(kept)
