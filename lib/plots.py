@@ -26,7 +26,7 @@ from lib.plots_parts import (
     set_style,
     stack,
 )
-from lib.plots_studies import KINDS, error_against_seconds, robustness
+from lib.plots_studies import KINDS, error_against_seconds, growth, robustness
 from lib.plots_theta import pairs, parameters
 
 # What notebooks and benchmarks find here.
@@ -40,6 +40,7 @@ __all__ = [
     "error_against_seconds",
     "fan",
     "forecast",
+    "growth",
     "marginals",
     "observed",
     "pairs",

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lib.diagnostics import K_HAT_LIMIT
 from lib.plots_parts import COLUMN, INK, LINES, PALETTE, legend_above, stack
@@ -74,3 +76,57 @@ def error_against_seconds(
     axes[-1].set_xlabel("seconds of one CPU core, set-up included")
     sns.despine(figure)
     return legend_above(figure, axes)
+
+
+def growth(panels: Mapping[str, Mapping[str, Mapping[str, Sequence]]], goal: str) -> Figure:
+    """Seconds to a goal and memory against the steps of the grid, log-log, with their slopes.
+
+    A side that misses the goal has an open mark at the seconds that it had, which the slope leaves
+    out.
+
+    Args:
+        panels: Title → side → columns steps, seconds (∞ where missed), spent, memory.
+        goal: What the seconds are to, in words.
+    """
+    size = (COLUMN * 1.8, 4.6)
+    figure, axes = plt.subplots(2, len(panels), figsize=size, sharex="col", squeeze=False)
+    for (upper, lower), (title, sides) in zip(axes.T, panels.items(), strict=True):
+        for k, (side, table) in enumerate(sides.items()):
+            _grow(upper, lower, side, table, k)
+        for axis, label in ((upper, f"seconds to {goal}"), (lower, "memory (MB)")):
+            axis.set(xscale="log", yscale="log", ylabel=label)
+            axis.legend(fontsize="x-small", handlelength=2.6)
+            axis.margins(y=0.25)
+            axis.yaxis.set_major_formatter("{x:g}")
+        upper.set_title(title, fontsize="small")
+        # A fraction of a decade may lack a power of ten.
+        lower.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        lower.yaxis.set_minor_formatter(NullFormatter())
+        lower.xaxis.set_major_formatter("{x:g}")
+        lower.set_xlabel("steps of the grid, N")
+    sns.despine(figure)
+    figure.tight_layout()
+    return figure
+
+
+def _grow(upper: Axes, lower: Axes, side: str, table: Mapping[str, Sequence], k: int) -> None:
+    """Seconds and memory of a side, the k-th."""
+    style = {"color": PALETTE[k], "marker": MARKS[k], "ms": 4.5}
+    names = ("steps", "seconds", "spent", "memory")
+    steps, seconds, spent, memory = (np.asarray(table[name], dtype=float) for name in names)
+    for axis, values in ((upper, seconds), (lower, memory)):
+        _power_law(axis, steps, values, side, style | {"ls": LINES[k], "lw": 1.3})
+    if (late := ~np.isfinite(seconds)).any():
+        upper.plot(steps[late], spent[late], ls="", mfc="none", label=f"{side}: not yet", **style)
+
+
+def _power_law(
+    axis: Axes, steps: np.ndarray, values: np.ndarray, side: str, style: Mapping[str, object]
+) -> None:
+    """A line through what is finite; its slope, by least squares on both logs, is in the legend."""
+    known = np.isfinite(values)
+    x, y = np.log(steps[known]), np.log(values[known])
+    label = side
+    if len(x) > 1:
+        label = f"{side}, slope {np.polyfit(x, y, 1)[0]:.2f}"
+    axis.plot(steps[known], values[known], label=label, **style)

@@ -12,6 +12,7 @@ import ledger
 STUDIES = {  # on 2 CPU cores
     "ablation": "1 hour 40 minutes",
     "compare": "1 hour 15 minutes, estimated",
+    "growth": "3 hours, estimated",
     "robustness": "35 minutes",
 }
 

@@ -146,3 +146,24 @@ def test_robustness_rings_the_flagged_and_draws_the_limit_of_k_hat(monkeypatch):
         assert drawn["flagged fit"].get_xdata() == pytest.approx([1, 2])
         assert drawn["flagged fit"].get_ydata() == pytest.approx([table[column][1], 2.0])
     assert [label.get_text() for label in k_hat.get_xticklabels()] == table["seed"]
+
+
+def test_growth_prints_the_slopes_and_leaves_out_what_was_missed():
+    """3·N^1.5 and N^0.5; kills a slope of N or of one log, and a miss that counts or is hidden."""
+    steps = np.array([100.0, 1000, 10_000])
+    ours = {
+        "steps": steps.tolist(),
+        "seconds": [*(3 * steps[:2] ** 1.5), np.inf],
+        "spent": [1, 2, 7e6],
+    }
+    ours["memory"] = (steps**0.5).tolist()
+    once = {"steps": [100], "seconds": [5.0], "spent": [9.0], "memory": [50.0]}
+    figure = plots.growth({"longer": {"ours": ours, "NUTS": once}}, "error ≤ 0.1 sd")
+    upper, lower = figure.axes
+    drawn = {line.get_label(): line for line in upper.lines}
+    assert list(drawn) == ["ours, slope 1.50", "ours: not yet", "NUTS"]
+    assert drawn["ours, slope 1.50"].get_xdata().tolist() == [100, 1000]
+    assert drawn["ours: not yet"].get_ydata().tolist() == [7e6]
+    assert [line.get_label() for line in lower.lines] == ["ours, slope 0.50", "NUTS"]
+    assert upper.get_ylabel() == "seconds to error ≤ 0.1 sd" and upper.get_xscale() == "log"
+    assert (lower.get_ylabel(), lower.get_yscale()) == ("memory (MB)", "log")

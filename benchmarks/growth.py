@@ -1,0 +1,258 @@
+"""Growth: seconds and memory to equal quality on longer series and finer grids, ours and NUTS."""
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import growth_problems
+import growth_reference
+import numpy as np
+import pandas as pd
+import pool
+import side_run
+import yardstick
+from problems import NAMES
+
+from lib import plots
+
+DAYS = 14  # of the epidemic: its grid has so many over dt steps
+OURS, NUTS, REFERENCE = "growth_ours", "peers", "growth_reference"  # scripts
+LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py")  # what a reference needs of it
+PARTS = ("contact_posterior.py", "contenders.py", "guided_filter.py", "problems.py", "yardstick.py")
+SEEDS = 3
+# Problem → size (observations; days) → seeds and draws of NUTS.
+CHAINS = {
+    "ou": {200: (3, 20_000), 1000: (3, 10_000), 5000: (3, 8000), 20_000: (1, 5000)},
+    "sir": {0.1: (3, 20_000), 0.05: (3, 20_000), 0.02: (3, 10_000), 0.01: (2, 8000)},
+}
+LENGTHS = (250, 500, 1000, 2000)  # steps of ours
+LONGEST = 1000  # the steps where the chain has fewer seeds
+DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 3, "ess": 0}
+DIGITS |= {"unweighted_error": 3, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
+TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
+ABOUT = (
+    f"{__doc__} Rows are named like 'ou 5000, NUTS'. Seconds are of the processor, one thread "
+    "each, since the process began. Without its reference a run is not in the table yet."
+)
+
+
+def names() -> list[str]:
+    """Of the rows."""
+    places = [(problem, size) for problem, sizes in CHAINS.items() for size in sizes]
+    return [_name(*place, side) for place in places for side in ("ours", "NUTS")]
+
+
+def _name(problem: str, size: float, side: str) -> str:
+    return f"{problem} {size:g}, {side}"
+
+
+def specs(rows: Sequence[str], trial: int | None = None) -> dict[str, pool.Spec]:
+    """What to run, by label: a seed of every size before the next seed, then the references.
+
+    Args:
+        rows: Of ``names``.
+        trial: Steps of each fit, draws of each chain, to try the scripts with one seed.
+    """
+    found, references = {}, {}
+    for seed in range(1 if trial else SEEDS):
+        for problem, sizes in CHAINS.items():
+            for size, (seeds, draws) in sizes.items():
+                about = {"problem": problem, "size": size, "seed": seed}
+                for side, jobs in (("ours", _fits(seeds, trial)), ("NUTS", _chain(problem, draws))):
+                    name = _name(problem, size, side)
+                    if name not in rows or seed >= seeds:
+                        continue
+                    short = {"draws": trial, "warmup": trial} if trial and side == "NUTS" else {}
+                    for job in jobs:
+                        steps = f", {job['steps']} steps" if "steps" in job else ""
+                        found[f"{name}{steps}, seed {seed}"] = about | {"side": side} | job | short
+                    references[f"{problem} {size:g}, reference"] = reference(problem, size)
+    return found | references
+
+
+def _fits(seeds: int, trial: int | None) -> list[pool.Spec]:
+    """Ours: one fit for each number of steps. Few steps are not refitted: weights mend them."""
+    lengths = [n for n in LENGTHS if seeds == SEEDS or n <= LONGEST]
+    job = {"script": OURS, "method": "ours", "refits": 0, "draws": 1000 if trial else 10_000}
+    return [job | {"steps": steps} for steps in ([trial] if trial else lengths)]
+
+
+def _chain(problem: str, draws: int) -> list[pool.Spec]:
+    """NUTS on the innovations: the path itself mixes ten times slower when it is long or fine."""
+    job = {"script": NUTS, "method": "nuts", "path": "innovation", "warmup": 500, "draws": draws}
+    return [job | {"accept": 0.8 if problem == "ou" else 0.9}]
+
+
+def reference(problem: str, size: float) -> pool.Spec:
+    """The right quantiles of a problem."""
+    spec = {"problem": problem, "size": size, "script": REFERENCE, "seed": 1}
+    return spec | ({} if problem == "ou" else {"draws": 40_000, "particles": 100})
+
+
+def source(script: str) -> str:
+    """Fingerprint of what a script's numbers depend on; of lib NUTS has the start only."""
+    here, text = [side_run.HERE / "growth_problems.py"], ""
+    if script == NUTS:
+        text = side_run.source(NUTS)
+    elif script == OURS:
+        text = pool.fingerprint(pool.ROOT)
+        here += [side_run.HERE / name for name in (*side_run.SHARED, f"{OURS}.py")]
+    else:
+        here += [side_run.HERE / name for name in (*PARTS, f"{REFERENCE}.py")]
+        here += [pool.ROOT / name for name in LIB]
+    whole = hashlib.sha256(text.encode())
+    for path in sorted(here):
+        whole.update(path.name.encode() + b"\0" + path.read_bytes())
+    return whole.hexdigest()
+
+
+def results(wanted: Mapping[str, pool.Spec], args: argparse.Namespace) -> dict[str, pool.Result]:
+    """By label: what is there, and unless --finished the rest too; NUTS comes first."""
+    found = {}
+    for script in (NUTS, OURS, REFERENCE):
+        part = {label: spec for label, spec in wanted.items() if spec["script"] == script}
+        measure = (growth_reference if script == REFERENCE else growth_problems).measure
+        if args.finished:
+            found |= pool.finished(part, args.journal, source(script))
+        elif part:
+            if script == NUTS and not side_run.PEERS.is_file():
+                raise SystemExit(side_run.MAKE_PEERS)
+            found |= pool.run(part, measure, args.journal, source(script), args.workers)
+    return found
+
+
+def table(wanted: Mapping[str, pool.Spec], found: Mapping[str, pool.Result]) -> pd.DataFrame:
+    """A row for each checkpoint of each run whose reference is there; a failed run has one."""
+    lines = []
+    for label, spec in wanted.items():
+        truth = found.get(f"{spec['problem']} {spec['size']:g}, reference", {})
+        if spec["script"] != REFERENCE and label in found and "quantiles" in truth:
+            lines += _rows(spec, found[label], truth)
+    if not lines:
+        raise SystemExit("no run of this version is finished yet, with its reference")
+    return pd.DataFrame(lines)
+
+
+def _rows(spec: pool.Spec, result: pool.Result, truth: pool.Result) -> list[dict[str, object]]:
+    problem, size = spec["problem"], spec["size"]
+    grid = size if problem == "ou" else round(DAYS / size)
+    about = {"problem": problem, "size": size, "grid_steps": grid, "side": spec["side"]}
+    about |= {"seed": spec["seed"], "checkpoint": spec.get("steps", spec["draws"])}
+    last = {"reference": truth["by"], "reference_error": truth["uncertainty"]}
+    if "error" in result:
+        errors = {"worst_error": np.inf, "unweighted_error": np.inf}
+        return [about | errors | last | {"note": result["error"]}]
+    rows, right = [], np.array(truth["quantiles"])
+    for look in result["looks"]:
+        error = partial(yardstick.worst_error, reference=right, names=NAMES[problem])
+        worst, which = error(look["quantiles"])
+        line = about | {"checkpoint": spec.get("steps", look["draws"])}
+        line |= {"setup_seconds": result["setup"], "start_seconds": result["start"]}
+        line |= {"seconds": look["seconds"], "worst_error": worst, "worst_quantile": which}
+        line["unweighted_error"] = error(look["unweighted"])[0]
+        line |= {name: look[name] for name in ("draws", "ess", "k_hat")}
+        rows.append(line | {"memory_mb": result["memory"]} | last | {"note": ""})
+    return rows
+
+
+def summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row for each size and side: when its median error is below the bar for good, and its cost.
+
+    ``run_to_accuracy`` leaves out set-up; ``to_nuts`` is the time over that of NUTS.
+    """
+    groups = frame.groupby(["problem", "size", "side"], sort=False)
+    lines = pd.DataFrame([_summarise(*key, rows) for key, rows in groups])
+    chains = lines[lines.side == "NUTS"].set_index(["problem", "size"]).seconds_to_accuracy
+    rival = chains.reindex(pd.MultiIndex.from_frame(lines[["problem", "size"]]))
+    lines["to_nuts"] = lines.seconds_to_accuracy / rival.to_numpy()
+    return lines
+
+
+def _summarise(problem: str, size: float, side: str, rows: pd.DataFrame) -> dict[str, object]:
+    curve = yardstick.curve(rows, "worst_error", rows.seed.unique())
+    seconds = yardstick.lasting(curve.seconds, curve.error)
+    last = rows[rows.checkpoint == rows.checkpoint.max()]
+    return {
+        "problem": problem,
+        "size": size,
+        "grid_steps": rows.grid_steps.iloc[0],
+        "side": side,
+        "seeds": rows.seed.nunique(),
+        "setup_seconds": rows.setup_seconds.median(),
+        "seconds_to_accuracy": seconds,
+        "run_to_accuracy": seconds - rows.setup_seconds.median(),
+        "lowest_error": curve.error.min(),
+        "last_seconds": curve.seconds.max(),
+        "last_ess": last.ess.median(),
+        "last_k_hat": last.k_hat.astype(float).median(),
+        "memory_mb": rows.memory_mb.median(),
+        "reference_error": rows.reference_error.iloc[0],
+    }
+
+
+def verdict(lines: pd.DataFrame) -> list[str]:
+    """For each size a sentence that says who is first to the bar."""
+    said = []
+    for (problem, size), rows in lines.groupby(["problem", "size"], sort=False):
+        found = rows.set_index("side").seconds_to_accuracy.reindex(["ours", "NUTS"])
+        ours, nuts = found.to_list()
+        if found.isna().any():
+            end = "one side is not run yet"
+        elif np.isinf(found).all():
+            end = f"neither is within {yardstick.BAR:g} sd"
+        elif ours > nuts:
+            end = "we lose, " + (f"{ours / nuts:.1f} to 1" if np.isfinite(ours) else "far off")
+        else:
+            end = "we win, " + (f"1 to {nuts / ours:.1f}" if np.isfinite(nuts) else "NUTS far off")
+        said.append(f"{problem} {size:g}: ours {ours:.0f} s, NUTS {nuts:.0f} s: {end}.")
+    return said
+
+
+def slopes(lines: pd.DataFrame) -> pd.DataFrame:
+    """Powers of N by least squares on the logs, of what is finite; NaN of fewer than two sizes."""
+    found = []
+    for (problem, side), rows in lines.groupby(["problem", "side"], sort=False):
+        line = {"problem": problem, "side": side}
+        for column in ("seconds_to_accuracy", "run_to_accuracy", "memory_mb"):
+            known = rows[np.isfinite(rows[column])]
+            x, y = np.log(known.grid_steps), np.log(known[column])
+            line[column] = np.polyfit(x, y, 1)[0] if len(x) > 1 else np.nan
+        found.append(line)
+    return pd.DataFrame(found)
+
+
+def panels(lines: pd.DataFrame) -> dict[str, dict]:
+    """Of each problem and side the columns of ``plots.growth``."""
+    found = {}
+    for (problem, side), rows in lines.groupby(["problem", "side"], sort=False):
+        columns = {"grid_steps": "steps", "seconds_to_accuracy": "seconds", "last_seconds": "spent"}
+        columns |= {"memory_mb": "memory"}
+        columns = rows[list(columns)].rename(columns=columns).sort_values("steps")
+        found.setdefault(TITLES[problem], {})[side] = columns.to_dict("list")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing, then writes both tables and the figure, or prints the summary."""
+    args = pool.parse("growth", ABOUT, argv)
+    wanted = specs(pool.matching(names(), args.only), args.steps)
+    if args.fresh:
+        args.journal.unlink(missing_ok=True)
+    found = results(wanted, args)
+    frame = table(wanted, found)
+    lines = summary(frame)
+    print(*verdict(lines), "powers of N:", slopes(lines).round(2).to_string(index=False), sep="\n")
+    if args.save_to is None:
+        print(lines.round(2).to_string(index=False))
+        return 0
+    pool.save(frame.round(DIGITS), found, args)
+    lines.round(2).to_csv(args.save_to / "results/growth_summary.csv", index=False)
+    plots.set_style()
+    figure = plots.growth(panels(lines), f"error ≤ {yardstick.BAR:g} sd")
+    figure.savefig(args.save_to / "figures/growth.png")
+    return 0
+
+
+if __name__ == "__main__":
+    pool.guarded(main)

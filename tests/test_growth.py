@@ -1,0 +1,248 @@
+"""The growth study's own parts: its problems, references, what it runs, tables and slopes."""
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from run import ROOT
+
+from lib.result import FitResult
+from lib.start import Start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))  # as its scripts find each other
+import densities
+import growth
+import growth_ours
+import growth_problems
+import growth_reference
+import pool
+import problems
+import side_run
+from guided_filter import Filtered
+
+
+def outbreak_start(model, grid, seed):
+    """A path of the epidemic on any grid, in no time."""
+    t = grid.t[:, None]
+    susceptible = 20 + 742 / (1 + torch.exp(1.2 * (t - 5.5)))
+    infected = 1 + 280 * torch.exp(-(((t - 6.5) / 2.5) ** 2))
+    path = torch.cat([susceptible, infected], -1)
+    vartheta = torch.tensor([-6.1, -0.8, 2.5])
+    return Start(vartheta, torch.ones(3), path, 0.1 * path)
+
+
+@pytest.mark.parametrize(("dt", "steps"), [(0.1, 140), (0.02, 700)])
+def test_a_finer_grid_has_the_same_counts(dt, steps):
+    """Kills counts that move to another day, and a step that stays."""
+    model, observations = growth_problems.problem("sir", dt)
+    grid = observations.grid()
+    assert (observations.num_steps, grid.dt) == (steps, dt)
+    days = grid.observed[:, 0].nonzero()[:, 0] * dt
+    assert days.tolist() == pytest.approx(range(1, 15))
+    known = problems.problem("sir").observations
+    assert torch.equal(observations.y, known.y) and torch.equal(observations.times, known.times)
+    assert growth_problems.problem("ou", 30.0).observations.num_steps == 30
+
+
+def test_density_on_a_finer_grid_is_that_of_lib(tmp_path, monkeypatch):
+    """What NUTS is handed; kills a dt, or times of the counts, of the study's grid."""
+    monkeypatch.setattr(growth_problems, "find_start", outbreak_start)
+    seconds = growth_problems.write(tmp_path / "data.npz", "sir", 0.05, seed=0)
+    file = np.load(tmp_path / "data.npz")
+    arrays = {name: file[name] for name in densities.Data._fields}
+    data = densities.Data(**arrays)._replace(dt=float(file["dt"]), prior_sd=float(file["prior_sd"]))
+    value = densities.log_joint(densities.PROCESSES["sir"], file["vartheta"], file["path"], data)
+    model, observations = growth_problems.problem("sir", 0.05)
+    path = torch.cat([model.x0_value.double()[None], torch.as_tensor(file["path"])])
+    theirs = model.log_joint(
+        torch.as_tensor(file["vartheta"])[None], path[None], observations.grid()
+    )
+    assert float(value) == pytest.approx(float(theirs.total), abs=1e-8)
+    assert file["path"].shape == (280, 2) and 0 <= seconds < 10
+
+
+@pytest.mark.parametrize(("script", "start"), [("peers", 5.0), ("growth_ours", 0.0)])
+def test_seconds_count_the_start_of_a_chain(script, start, monkeypatch):
+    """Kills a chain whose start costs nothing, and our own that is counted twice."""
+
+    def call(command):
+        assert (command[0] == str(side_run.PEERS)) == (script == "peers")
+        assert Path(command[1]).name == f"{script}.py"
+        theta = np.random.default_rng(1).standard_normal((1, 200, 3))
+        run = {
+            "theta": theta,
+            "log_weight": np.empty(0),
+            "setup": 2.0,
+            "base": 3.0,
+            "memory": 600.0,
+        }
+        np.savez(command[3], **run, ends=np.array([100, 200]), seconds=np.array([4.0, 6.0]))
+
+    monkeypatch.setattr(side_run, "call", call)
+    monkeypatch.setattr(growth_problems, "write", lambda *args: 5.0)
+    spec = {"script": script, "problem": "ou", "size": 30, "seed": 0}
+    result = growth_problems.measure(spec)
+    assert (result["setup"], result["start"], result["memory"]) == (2 + start, start, 600)
+    assert [look["seconds"] for look in result["looks"]] == [4 + start, 6 + start]
+    assert [look["draws"] for look in result["looks"]] == [100, 200]
+
+
+def test_ours_draws_in_chunks_that_differ(monkeypatch):
+    """Kills the same noise for each chunk, and for each run."""
+    seeds, draws = [], FitResult.draws
+
+    def spy(fit, n, seed):
+        seeds.append(seed)
+        return draws(fit, n, seed)
+
+    monkeypatch.setattr(FitResult, "draws", spy)
+    monkeypatch.setattr(growth_ours, "CHUNK", 20)
+    job = {"problem": "ou", "size": 6, "seed": 0, "steps": 2, "refits": 0, "draws": 60}
+    run, _ = growth_ours.ours(job), growth_ours.ours(job | {"seed": 1})
+    assert run.theta.shape == (1, 60, 3) and run.log_weight.shape == (60,)
+    assert len(np.unique(run.theta[0, :, 0])) == 60 and len(set(seeds)) == 6
+    assert run.ends.tolist() == [60] and run.setup < run.base < run.seconds[0]
+
+
+def test_references_that_are_known():
+    """Quadrature and the kept particle run are those of the comparison."""
+    exact = growth_reference.measure({"problem": "ou", "size": 30})
+    assert np.array(exact["quantiles"]) == pytest.approx(problems.reference("ou", 30))
+    kept = growth_reference.measure({"problem": "sir", "size": 0.1})
+    assert np.array(kept["quantiles"]) == pytest.approx(problems.reference("sir"))
+
+
+def test_particles_find_a_posterior_that_is_known(monkeypatch):
+    """With the likelihood exp(−|ϑ − m|²/2s²): normal; kills a weight without prior or proposal.
+
+    And shares of the proposal that are swapped, and a plan whose counts are not a day apart.
+    """
+    m, s = np.array([-1.0, -0.8, 2.5]), np.array([1.5, 1.0, 1.5])
+
+    def particle_filter(outbreak, plan, particles, rng):
+        assert (plan.steps, plan.dt, len(plan.y)) == (50, 0.02, 14)
+        value = -0.5 * (((outbreak.vartheta - m) / s) ** 2).sum(-1)
+        return Filtered(value, np.empty(0))
+
+    monkeypatch.setattr(growth_reference, "particle_filter", particle_filter)
+    kernels = growth_reference.Kernels(m[None], np.eye(3))
+    monkeypatch.setattr(growth_reference, "_kernels", lambda: kernels)
+    spec = {"problem": "sir", "size": 0.02, "seed": 1, "draws": 40_000, "particles": 10}
+    result = growth_reference.measure(spec)
+    var = 1 / (1 / s**2 + 1 / 9)
+    normal = torch.special.ndtri(torch.tensor(problems.LEVELS)).numpy()[:, None]
+    exact = var / s**2 * m + np.sqrt(var) * normal
+    error, _ = growth.yardstick.worst_error(result["quantiles"], exact, problems.NAMES["sir"])
+    assert 0 < result["uncertainty"] < 0.1 and error < 5 * result["uncertainty"]
+
+
+def test_sources_of_a_chain_and_of_a_reference_do_not_depend_on_the_flows(monkeypatch):
+    """Kills hours of NUTS run again for each change of lib, and our fit that is not."""
+    scripts = (growth.NUTS, growth.REFERENCE, growth.OURS)
+    before = [growth.source(script) for script in scripts]
+    monkeypatch.setattr(pool, "fingerprint", lambda root: "another lib")
+    after = [growth.source(script) for script in scripts]
+    assert before[:2] == after[:2] and before[2] != after[2] and len(set(before)) == 3
+    monkeypatch.setattr(growth, "LIB", ())
+    assert growth.source(growth.REFERENCE) != before[1]
+
+
+def test_specs_are_of_the_rows_and_differ():
+    wanted = growth.specs(growth.names())
+    assert len({pool.key(spec, "") for spec in wanted.values()}) == len(wanted)
+    runs = [spec for spec in wanted.values() if spec["script"] != growth.REFERENCE]
+    assert [s["seed"] for s in runs] == sorted(s["seed"] for s in runs)
+    largest = [s for s in runs if s["size"] == 20_000]
+    assert {s["seed"] for s in largest} == {0} and {s["side"] for s in largest} == {"ours", "NUTS"}
+    few = growth.specs(["sir 0.02, NUTS"])
+    assert [spec["script"] for spec in few.values()] == ["peers"] * 3 + ["growth_reference"]
+    assert {spec["size"] for spec in few.values()} == {0.02}
+    trial = growth.specs(["ou 200, ours", "ou 200, NUTS"], trial=7)
+    assert [s.get("steps", s["draws"]) for s in list(trial.values())[:-1]] == [7, 7]
+
+
+TRUTH = np.outer([-2.0, -1.0, 0.0, 1.0, 2.0], [1.0, 3.0, 0.2])
+LOST = "ou 5000, ours, 500 steps, seed 0"
+
+
+def result(spec, errors):
+    """A run that is off by these many sds, after 20, 40, … seconds times the length over 200."""
+    unit = (TRUTH[3] - TRUTH[1]) / 1.349
+    looks = []
+    for k, error in enumerate(errors, 1):
+        found = (TRUTH + error * unit).tolist()
+        look = {"draws": 100 * k, "seconds": 0.1 * k * spec["size"], "ess": 50.0, "k_hat": None}
+        looks.append(look | {"quantiles": found, "unweighted": found})
+    return {"setup": 5.0, "start": 1.0, "memory": 600.0, "looks": looks, "wall": 1.0}
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """OU of three lengths, the last without its reference; NUTS has its error at the second look.
+
+    Ours has it with 1,000 steps, after half the time of NUTS, but never at N = 5,000; a fit fails.
+    """
+    path = tmp_path / ".growth.jsonl"
+    for label, spec in growth.specs([n for n in growth.names() if n.startswith("ou")]).items():
+        if spec["script"] == growth.REFERENCE:
+            found = {"quantiles": TRUTH.tolist(), "by": "quadrature", "uncertainty": 0, "wall": 1.0}
+            if spec["size"] == 20_000:
+                continue
+        elif spec["side"] == "NUTS":
+            found = result(spec, [0.3, 0.08, 0.06])
+        else:
+            error = 0.05 if spec["steps"] >= 1000 and spec["size"] < 5000 else 0.2
+            found = result(spec, [error])
+            found["looks"][0]["seconds"] *= spec["steps"] / 1000
+        if label == LOST:
+            found = {"error": "RuntimeError: lost", "wall": 1.0}
+        pool.append(path, pool.key(spec, growth.source(spec["script"])), spec, found)
+    return path
+
+
+def test_tables_and_figure_from_the_journal(journal, tmp_path, capsys):
+    """Times by hand; kills a run judged without its reference and a failed one that is left out."""
+    options = ["--finished", "--only", "ou*", "--journal", str(journal)]
+    assert growth.main([*options, "--save-to", str(tmp_path)]) == 0
+    lines = pd.read_csv(tmp_path / "results/growth_summary.csv")
+    assert lines["size"].tolist() == [200, 200, 1000, 1000, 5000, 5000]
+    assert lines.seconds_to_accuracy.tolist() == [20, 40, 100, 200, np.inf, 1000]
+    assert lines.run_to_accuracy.tolist() == [15, 35, 95, 195, np.inf, 995]
+    assert lines.to_nuts.tolist() == [0.5, 1, 0.5, 1, np.inf, 1]
+    assert lines.lowest_error.tolist() == pytest.approx([0.05, 0.06] * 2 + [0.2, 0.06], abs=0.01)
+    said = capsys.readouterr().out
+    assert "ou 200: ours 20 s, NUTS 40 s: we win, 1 to 2.0." in said
+    assert "ou 5000: ours inf s, NUTS 1000 s: we lose, far off." in said
+    rows = list(csv.DictReader((tmp_path / "results/growth.csv").read_text().splitlines()))
+    lost = [row for row in rows if "lost" in row["note"]]
+    assert [(row["checkpoint"], row["worst_error"]) for row in lost] == [("500", "inf")]
+    assert (tmp_path / "figures/growth.png").stat().st_size > 5000
+    power = growth.slopes(lines).set_index("side")
+    assert power.seconds_to_accuracy.to_dict() == pytest.approx({"ours": 1, "NUTS": 1})
+    assert power.memory_mb.abs().max() < 1e-9 and power.run_to_accuracy["ours"] > 1.1
+
+
+def test_nothing_finished_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="no run of this version is finished yet"):
+        growth.main(["--finished", "--journal", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize(
+    ("ours", "nuts", "end"),
+    [
+        (30, 10, "we lose, 3.0 to 1"),
+        (10, np.inf, "we win, NUTS far off"),
+        (np.inf, np.inf, "neither is within 0.1 sd"),
+        (10, None, "one side is not run yet"),
+    ],
+)
+def test_the_verdict_is_plain(ours, nuts, end):
+    """Kills a loss told as a win."""
+    rows = [{"problem": "ou", "size": 200, "side": "ours", "seconds_to_accuracy": ours}]
+    rows += [rows[0] | {"side": "NUTS", "seconds_to_accuracy": nuts}] if nuts else []
+    (said,) = growth.verdict(pd.DataFrame(rows))
+    assert said.endswith(f": {end}.")
