@@ -1,5 +1,6 @@
 """How far q is from the posterior: importance weights w = p(ϑ, x, y) / q(ϑ, x) of its draws."""
 
+import importlib
 import math
 import warnings
 from typing import NamedTuple
@@ -9,17 +10,25 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-with warnings.catch_warnings():
-    # arviz 0.23 announces its own future on the first import of a day.
-    warnings.simplefilter("ignore", FutureWarning)
-    import arviz
-
 K_HAT_LIMIT = 0.7
 ESS_LIMIT = 0.1
 LEVELS = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
 UNSEEN_LIMIT = 0.05
 UNSEEN_ESS = 3.0
 WIDE_ESS = 20
+
+
+class _Arviz:
+    """The package, imported at its first use: that takes longer than to import torch."""
+
+    def __getattr__(self, name: str) -> object:
+        with warnings.catch_warnings():
+            # arviz 0.23 announces its own future on the first import of a day.
+            warnings.simplefilter("ignore", FutureWarning)
+            return getattr(importlib.import_module("arviz"), name)
+
+
+arviz = _Arviz()
 
 
 class SecondLook(NamedTuple):
