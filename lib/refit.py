@@ -14,12 +14,14 @@ from lib.posterior import VariationalPosterior
 from lib.ssm import StateSpaceModel
 from lib.step import BETAS, CLIP_NORM
 
-NUM_DRAWS = 20_000
-# With fewer effective draws than this, they say less of the posterior than q(ϑ) does.
-SMALLEST_ESS = 1000
-NUM_STEPS = 300
+# The last refit decides how good q(ϑ) is; those before it have only to find its tails.
+LAST_DRAWS = 20_000
+EARLY_DRAWS = 4000
+# With a smaller effective share than this, the draws say less of the posterior than q(ϑ) does.
+SMALLEST_SHARE = 0.05
+NUM_STEPS = 100
 BATCH = 1000
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-2
 # Share of the reverse divergence in what the refit minimises.
 REVERSE = 0.1
 # A log weight below this says the same: no mass.
@@ -40,7 +42,11 @@ class Pool(NamedTuple):
 
 
 def refit_theta(
-    model: StateSpaceModel, q: VariationalPosterior, grid: Grid, generator: torch.Generator
+    model: StateSpaceModel,
+    q: VariationalPosterior,
+    grid: Grid,
+    generator: torch.Generator,
+    last: bool = True,
 ) -> Float[Tensor, "tails theta"] | None:
     r"""Fit q(ϑ) to draws weighted by the posterior; q(x | ϑ) stays.
 
@@ -49,15 +55,16 @@ def refit_theta(
     :math:`KL(p\|q) + 0.1\,KL(q\|p)` of the ϑ-marginals, the first by importance weights (the wake
     phase of Bornschein and Bengio 2015), the second by the bound's own log weights: it keeps q(ϑ)
     from where q(x | ϑ) has broken down. Repeated, with steps between, it walks into tails of which
-    the first draws saw only the beginning.
+    the first draws saw only the beginning; so all but the ``last`` make do with fewer draws.
 
     Returns:
         Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where the
-        draws count as fewer than ``SMALLEST_ESS`` and nothing changes.
+        draws count as a share below ``SMALLEST_SHARE`` and nothing changes.
     """
-    pool = draw_pool(model, q, grid, NUM_DRAWS, generator)
+    n = LAST_DRAWS if last else EARLY_DRAWS
+    pool = draw_pool(model, q, grid, n, generator)
     weight = truncated(pool.log_weight)
-    if not weight.sum().square() >= SMALLEST_ESS * weight.square().sum():
+    if not weight.sum().square() >= SMALLEST_SHARE * n * weight.square().sum():
         return None
     fit_to(q.theta_flow, pool, weight, generator)
     return tails(q.theta_flow, pool, generator)

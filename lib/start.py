@@ -13,6 +13,8 @@ from lib.ssm import StateSpaceModel
 
 NUM_DRAWS = 2000
 NUM_REFINED = 16
+# Done when no start gains such a share so many times in a row: it only has to be near.
+SMALLEST_GAIN, PATIENCE = 1e-4, 3
 NUM_ITERATIONS = 30
 RESIDUAL_SHARE = 0.1
 WIDEST_LOG = 30.0
@@ -111,8 +113,10 @@ def _least_squares(residuals: _Residuals, unknowns: Tensor) -> Tensor:
     damping = torch.full((batch, 1), 1e-2, dtype=unknowns.dtype)
     r = residuals(unknowns)
     cost = r.square().sum(-1).nan_to_num(torch.inf)
-    step = 1e-5
+    step, stale = 1e-5, 0
     for _ in range(NUM_ITERATIONS):
+        if stale == PATIENCE:
+            break
         moved = unknowns[:, None] + step * torch.eye(d, dtype=unknowns.dtype)
         jacobian = (residuals(moved.flatten(0, 1)).unflatten(0, (batch, d)) - r[:, None]) / step
         jacobian = jacobian.nan_to_num(0.0, 0.0, 0.0)
@@ -123,6 +127,7 @@ def _least_squares(residuals: _Residuals, unknowns: Tensor) -> Tensor:
         r_new = residuals(proposal)
         cost_new = r_new.square().sum(-1).nan_to_num(torch.inf)
         better = cost_new < cost
+        stale = 0 if (cost_new < (1 - SMALLEST_GAIN) * cost).any() else stale + 1
         unknowns = torch.where(better[:, None], proposal, unknowns)
         r, cost = torch.where(better[:, None], r_new, r), torch.where(better, cost_new, cost)
         damping = torch.where(better[:, None], damping / 3, damping * 4)

@@ -212,7 +212,7 @@ class _Run:
         self.bar.set_description("fit")
         for i in range(num_steps):
             if i in refits:
-                self.refit(generator)
+                self.refit(generator, last=False)
             noise = self.draw_noise(generator)
             reported, skipped = self.take_step(i / num_steps, noise)
             # A skipped step leaves NaN in the trace, where ``judge`` finds it.
@@ -224,7 +224,7 @@ class _Run:
                 if streak >= MAX_SKIPPED:
                     stopped = self.broken_term(noise, done)
             if done in refits and done == num_steps and not stopped:
-                self.refit(generator)
+                self.refit(generator, last=True)
             seconds[i] = time.perf_counter() - clock
             if stopped:
                 break
@@ -247,10 +247,10 @@ class _Run:
         recent = trace[max(0, done - self.config.log_every) : done].mean()
         self.bar.set_postfix_str(f"ELBO {float(recent):.2f}")
 
-    def refit(self, generator: torch.Generator) -> None:
+    def refit(self, generator: torch.Generator, last: bool) -> None:
         """Refit q(ϑ); where that is refused, what an earlier one found stays."""
         self.bar.set_description("fit: refit")
-        found = refit_theta(self.model, self.q, self.grid, generator)
+        found = refit_theta(self.model, self.q, self.grid, generator, last)
         self.tails = self.tails if found is None else found
         self.bar.set_description("fit")
 

@@ -331,13 +331,14 @@ class Refit:
 
     def __init__(self, monkeypatch, steps: list[Step], *refused: int) -> None:
         self.steps, self.refused = steps, refused
-        self.at, self.found, self.left = [], [], []
+        self.at, self.last, self.found, self.left = [], [], [], []
         self.clock = 0.0
         monkeypatch.setattr(train, "refit_theta", self)
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: self.clock))
 
-    def __call__(self, model, q, grid, generator):
+    def __call__(self, model, q, grid, generator, last):
         self.at.append(len(self.steps))
+        self.last.append(last)
         self.clock += 1.0
         weights = list(q.theta_flow.parameters())
         if len(self.at) - 1 not in self.refused:
@@ -452,8 +453,8 @@ def test_q_of_theta_is_the_first_group_and_no_weight_is_lost(kind, family):
 
 def test_the_real_refit_ends_a_run_and_leaves_the_path(monkeypatch, steps):
     """Kills a refit whose outcome does not reach the fit: same seed, same steps, another q(ϑ)."""
-    monkeypatch.setattr("lib.refit.SMALLEST_ESS", 0)
-    monkeypatch.setattr("lib.refit.NUM_DRAWS", 500)
+    monkeypatch.setattr("lib.refit.SMALLEST_SHARE", 0)
+    monkeypatch.setattr("lib.refit.LAST_DRAWS", 500)
     monkeypatch.setattr("lib.refit.NUM_STEPS", 3)
     config = lib.FitConfig(num_steps=10, num_samples=4, refits=1)
     fit = lib.fit(*ou(), config, device="cpu", progress=False)
