@@ -16,7 +16,7 @@ class Claim(NamedTuple):
     paper: str
     ours: str
     verdict: str
-    notebook: str
+    notebook: str  # or the study
 
 
 def read_rows(root: Path) -> list[Claim]:
@@ -35,11 +35,12 @@ def read_rows(root: Path) -> list[Claim]:
 
 
 def render(rows: Sequence[Claim]) -> str:
-    """Markdown table of the claims; a notebook's cell links to it by its number."""
+    """Markdown table of the claims; the last cell links to the notebook, or to the study."""
     lines = ["| " + " | ".join(Claim._fields) + " |", "|" + "---|" * len(Claim._fields)]
     for row in rows:
         *cells, notebook = (_cell(text) for text in row)
-        link = f"[{notebook[:2]}](notebooks/{notebook}.ipynb)"
+        study = f"[{notebook}](benchmarks/{notebook}.py)"
+        link = f"[{notebook[:2]}](notebooks/{notebook}.ipynb)" if notebook[0].isdigit() else study
         lines.append("| " + " | ".join([*cells, link]) + " |")
     return "\n".join(lines)
 

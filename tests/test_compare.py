@@ -29,6 +29,7 @@ import problems
 import side_run
 import timed_run
 import yardstick
+from claims import Claim
 
 PEERS = pytest.mark.skipif(not side_run.PEERS.is_file(), reason=side_run.MAKE_PEERS)
 
@@ -408,6 +409,24 @@ def journal(tmp_path):
     return tmp_path / ".compare.jsonl"
 
 
+@pytest.mark.parametrize(
+    "mine, rival, verdict",
+    [
+        (20.0, 40.0, "0.5 times the seconds of NUTS"),
+        (np.inf, np.inf, "neither gets there"),
+        (np.inf, 9.0, "not reached by ours"),
+        (20.0, np.inf, "only ours gets there"),
+    ],
+)
+def test_verdict_of_a_side_that_does_not_get_there(mine, rival, verdict):
+    line = {"problem": "sir", "lowest_error": 0.25, "last_seconds": 90.0, "best": True, "seeds": 5}
+    both = [{"method": "ours", "seconds_to_accuracy": mine}]
+    both += [{"method": "NUTS, centred, warm-up 500", "seconds_to_accuracy": rival}]
+    (claim,) = compare.claims(pd.DataFrame([line | side for side in both])).to_dict("records")
+    assert claim["verdict"] == verdict
+    assert ("ours not in 90 s, 0.25 sd at best" in claim["ours"]) == np.isinf(mine)
+
+
 def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):
     """The times by hand; kills the first dip, the worst of a side, a failed run that is left out.
 
@@ -427,6 +446,10 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):
     assert lines.best.tolist() == [True, True, False, True]
     assert lines.setup_seconds["ours"] == 5.0 and lines.seconds_to_ess["ours"] == 20.0
     rows = list(csv.DictReader((tmp_path / "results/compare.csv").read_text().splitlines()))
+    (claim,) = csv.DictReader((tmp_path / "results/claims_compare.csv").read_text().splitlines())
+    assert tuple(claim) == Claim._fields
+    assert claim["ours"].startswith("ours 50 s; NUTS 30 s; AutoIAFNormal not in ")
+    assert claim["verdict"] == "1.7 times the seconds of NUTS"
     failed = [row for row in rows if row["method"] == "AutoIAFNormal"]
     assert len(failed) == 10 and all("no draw has a finite" in row["note"] for row in failed)
     chains = [row for row in rows if row["method"].startswith("NUTS, innovation")]

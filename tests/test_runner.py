@@ -262,6 +262,8 @@ def test_commit_is_marked_when_what_a_result_depends_on_differs(root):
 def test_claims_block():
     table = claims.render([claims.Claim("a|b", "1", "2\n3", "holds", "01_a")])
     assert table.splitlines()[-1] == r"| a\|b | 1 | 2 3 | holds | [01](notebooks/01_a.ipynb) |"
+    study = claims.render([claims.Claim("a", "1", "2", "holds", "compare")])
+    assert study.endswith("[compare](benchmarks/compare.py) |")
     text = claims.replace_block(f"x\n{claims.BEGIN}\nold\n{claims.END}\ny\n", table)
     assert text == f"x\n{claims.BEGIN}\n{table}\n{claims.END}\ny\n"
     assert claims.replace_block(text, table) == text
