@@ -217,12 +217,12 @@ def _reached(line: tuple) -> str:
 
 
 def _verdict(mine: pd.Series, rival: pd.Series) -> str:
-    ratio = mine.seconds_to_accuracy / rival.seconds_to_accuracy
-    if np.isnan(ratio):
-        return "neither gets there"
-    if np.isinf(ratio):
-        return "not reached by ours"
-    return "only ours gets there" if ratio == 0 else f"{ratio:.1f} times the seconds of NUTS"
+    ours, nuts = mine.seconds_to_accuracy, rival.seconds_to_accuracy
+    if np.isinf(ours):
+        return "neither gets there" if np.isinf(nuts) else "not reached by ours"
+    return (
+        "only ours gets there" if np.isinf(nuts) else f"{ours / nuts:.1f} times the seconds of NUTS"
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
