@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lib.config import DTYPES, FitConfig
+from lib.cuda_graph import captured
 from lib.data import Grid, Observations
 from lib.diagnostics import gap_limit
 from lib.elbo import Elbo, elbo
@@ -27,7 +28,7 @@ from lib.result import FitResult, History, check_kind, check_seed
 from lib.schedule import WARM_UP_SHARE, judge, refit_steps, schedule, temper
 from lib.ssm import StateSpaceModel
 from lib.start import find_start
-from lib.step import make_optimizers, make_step, set_rates
+from lib.step import Step, make_optimizer, make_step
 from lib.storage import check_columns, difference, identity, rebuild
 
 MAX_SKIPPED = 50
@@ -60,11 +61,12 @@ def fit(
             own, and ``converged`` is judged on the further steps alone.
 
     Raises:
-        ValueError: Data and model disagree in size, the device is not there, or ``resume`` is of
-            another model, other data or another family.
+        ValueError: Data and model disagree in size, the device is not there or cannot run
+            ``config.mode``, or ``resume`` is of another model, other data or another family.
     """
     device = choose_device(device)
     _check_kinds(model, observations, config, resume)
+    _check_mode(config, device)
     seed = check_seed(seed)
     check_columns(model, observations)
     _warn_of_length(observations)
@@ -96,6 +98,13 @@ def _check_kinds(model: object, observations: object, config: object, resume: ob
         check_kind("config", config, FitConfig, "Write lib.FitConfig(num_steps=500), say.")
     if resume is not None:
         check_kind("resume", resume, FitResult, "Read one with load_fit.")
+
+
+def _check_mode(config: FitConfig | None, device: str) -> None:
+    if config is not None and config.mode == "cuda_graph" and device != "cuda":
+        raise ValueError(
+            f"mode 'cuda_graph' needs a CUDA GPU; got device {device!r}. Use mode='eager'."
+        )
 
 
 def _warn_of_length(observations: Observations) -> None:
@@ -196,9 +205,8 @@ class _Run:
     tails: Tensor | None = None  # noise, once q(ϑ) is refitted
 
     def __post_init__(self) -> None:
-        self.optimizers = make_optimizers(self.q, self.config.optimizer)
-        kinds = ((False, False), (True, False), (False, True), (True, True))
-        self.steps = {kind: make_step(partial(self.loss, *kind), self.optimizers) for kind in kinds}
+        self.optimizer = make_optimizer(self.q, self.config.optimizer)
+        self.kind: tuple[bool, bool] | None = None
 
     def train(self, seed: int, clock: float) -> tuple[History, str]:
         """Take ``num_steps`` steps; returns the history and, if it had to stop, why."""
@@ -235,11 +243,23 @@ class _Run:
         config = self.config
         rate = config.learning_rate * schedule(share)
         held = self.tails is not None  # q(ϑ) is refitted, and the bound would narrow it again
-        set_rates(self.optimizers, rate, held)
+        self.optimizer.set_rates(rate, held)
         # Far from the posterior the score is large and its path is long: warm up without.
         path_gradient = config.gradient == "path" and share >= WARM_UP_SHARE
-        step, alpha = self.steps[path_gradient, held], temper(config.tempering, share)
-        return step(noise, torch.tensor(alpha, dtype=torch.float64, device=self.grid.y.device))
+        if self.kind != (path_gradient, held):
+            self.kind = path_gradient, held
+            self.step = self.new_step()
+        alpha = temper(config.tempering, share)
+        # Not torch.tensor, which would wait for a GPU.
+        return self.step(
+            noise, torch.full((), alpha, dtype=torch.float64, device=noise.path.device)
+        )
+
+    def new_step(self) -> Step:
+        """The step of this kind; that of the last one, with the memory of its graph, is let go."""
+        step = make_step(partial(self.loss, *self.kind), self.optimizer)
+        graph = self.config.mode == "cuda_graph"
+        return captured(step, self.optimizer.state()) if graph else step
 
     def show(self, done: int, trace: Tensor) -> None:
         """Move the bar, with the mean ELBO since it last moved."""

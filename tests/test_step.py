@@ -1,0 +1,329 @@
+"""One step: against textbook Adam and Muon, what must not count, and recorded against eager."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lib
+from lib import cuda_graph, train
+from lib.elbo import elbo
+from lib.muon import COEFFICIENTS
+from lib.posterior import Noise, VariationalPosterior
+from lib.start import find_start
+from lib.step import CLIP_NORM, Optimizer, Step, make_optimizer, make_step
+
+THETA, OTHERS, MATRICES = [(3,), (2, 3)], [(4,)], [(5, 5), (3, 8), (9, 2), (4, 50)]
+
+
+def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def optimizer_of(weights: list[torch.nn.Parameter]) -> Optimizer:
+    """Of all the shapes above, in their order."""
+    return Optimizer(weights[:2], weights[2:3], weights[3:])
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """Newton-Schulz for one matrix, as printed: rows ≤ columns, or lying on its side."""
+    if g.shape[0] > g.shape[1]:
+        return orthogonal(g.T).T
+    a, b, c = COEFFICIENTS
+    x = g / (g.norm() + 1e-7)
+    for _ in range(5):
+        x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+    return x
+
+
+class Textbook:
+    """Adam (Kingma and Ba) for the first weights, Muon for the last, each by itself."""
+
+    def __init__(self, weights: list[Tensor], num_adam: int) -> None:
+        self.weights, self.num_adam, self.t = weights, num_adam, 0
+        self.m = [torch.zeros_like(w) for w in weights]
+        self.v = [torch.zeros_like(w) for w in weights]
+
+    def step(self, gradients: list[Tensor], rates: list[float]) -> None:
+        norm = sum(g.square().sum() for g in gradients).sqrt()
+        self.t += 1
+        for i, (w, g) in enumerate(zip(self.weights, gradients, strict=True)):
+            g = g * min(1.0, float(CLIP_NORM / (norm + 1e-6)))
+            if i < self.num_adam:
+                self.m[i] = 0.9 * self.m[i] + 0.1 * g
+                self.v[i] = 0.99 * self.v[i] + 0.01 * g**2
+                m, v = self.m[i] / (1 - 0.9**self.t), self.v[i] / (1 - 0.99**self.t)
+                w -= rates[i] * m / (v.sqrt() + 1e-8)
+            else:
+                self.m[i] = 0.95 * self.m[i] + 0.05 * g
+                size = 0.2 * max(w.shape) ** 0.5
+                w -= rates[i] * size * orthogonal(0.05 * g + 0.95 * self.m[i])
+
+
+def test_steps_are_those_of_the_textbook() -> None:
+    """Kills a wrong β, bias correction, ε, clip, rate, or a weight that takes another's place.
+
+    Some gradients are clipped, rates change, and q(ϑ) is held from the sixth step on.
+    """
+    weights = made(THETA + OTHERS + MATRICES)
+    optimizer = optimizer_of(weights)
+    book = Textbook([w.detach().clone() for w in weights], 3)
+    for i in range(10):
+        gradients = [10.0 ** (i % 3 - 1) * torch.randn_like(w) for w in weights]
+        by_weight = {id(w): g for w, g in zip(weights, gradients, strict=True)}
+        rate, held = 0.1 / (i + 1), i > 4
+        optimizer.set_rates(rate, held)
+        assert optimizer.step([by_weight[id(w)] for w in optimizer.weights]) == 0
+        book.step(gradients, [0.0 if held else rate] * 2 + [rate] * 5)
+        for w, right in zip(weights, book.weights, strict=True):
+            assert_close(w.detach(), right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", range(7))
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing(value, where, before) -> None:
+    """Kills zeroed gradients in place of a skip, and 0/0 where the first step is the bad one."""
+    weights = made(THETA + OTHERS + MATRICES)
+    optimizer = optimizer_of(weights)
+    optimizer.set_rates(0.1, held=False)
+    good = [torch.ones_like(w) for w in optimizer.weights]
+    bad = [g.clone() for g in good]
+    bad[where].view(-1)[-1] = value
+    for _ in range(before):
+        optimizer.step(good)
+    kept = [part.detach().clone() for part in optimizer.state()]
+    assert optimizer.step(bad) == 1
+    assert all(map(torch.equal, kept, optimizer.state()))
+    assert optimizer.step(good) == 0
+    assert not any(map(torch.equal, kept, optimizer.state()))
+    assert all(part.isfinite().all() for part in optimizer.state())
+
+
+def test_state_is_all_that_a_step_changes() -> None:
+    """Kills an average that the warm-up of a recording would leave moved."""
+    twins = [optimizer_of(weights) for weights in [made(THETA + OTHERS + MATRICES)] * 2]
+    gradients = [[torch.randn_like(w) for w in twins[0].weights] for _ in range(3)]
+    ends = []
+    for optimizer in twins:
+        start = [part.detach().clone() for part in optimizer.state()]
+        optimizer.set_rates(0.1, held=False)
+        for gradient in gradients:
+            optimizer.step(gradient)
+        ends.append([part.detach().clone() for part in optimizer.state()])
+        with torch.no_grad():
+            torch._foreach_copy_(optimizer.state(), start)
+    assert all(map(torch.equal, *ends))
+    # And once more with what the first has behind it.
+    for gradient in gradients:
+        twins[0].step(gradient)
+    assert all(map(torch.equal, ends[0], twins[0].state()))
+
+
+def problem(family: lib.Family | None = None) -> tuple[lib.StateSpaceModel, VariationalPosterior]:
+    """OU with four observations, and its q before training; the grid is ``data().grid()``."""
+    prior = Normal(torch.tensor([-1.5, 5.0, 0.0]), 0.5)
+    seen = lib.GaussianObservation([[1.0]], 1.0)
+    model = lib.StateSpaceModel(lib.OrnsteinUhlenbeck(), seen, prior, x0=[20.0])
+    start = find_start(model, data().grid(), 0)
+    return model, VariationalPosterior(model, data().grid(), family or lib.Family(), start, 0)
+
+
+def data() -> lib.Observations:
+    return lib.Observations([0.1, 0.2, 0.3, 0.5], [19.0, 18.0, 18.5, 17.0], dt=0.1)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adam"])
+@pytest.mark.parametrize("family", [lib.Family(), lib.Family(theta_flows=0), lib.Family.paper()])
+def test_q_of_theta_comes_first_and_no_weight_is_lost(kind: str, family: lib.Family) -> None:
+    """Kills a weight twice or not at all, and another order than the rates need."""
+    _, q = problem(family)
+    optimizer = make_optimizer(q, kind)
+    of_theta = [id(w) for w in q.theta_flow.parameters()]
+    assert [id(w) for w in optimizer.weights[: len(of_theta)]] == of_theta
+    assert optimizer.num_theta == sum(w.numel() for w in q.theta_flow.parameters())
+    have = sorted(map(id, optimizer.weights))
+    assert have == sorted(id(w) for w in q.parameters() if w.requires_grad)
+    stacked = sum(len(stack.matrices) for stack in optimizer.stacks)
+    assert (stacked > 0) == (kind == "muon")
+
+
+def losses(model: lib.StateSpaceModel, q: VariationalPosterior, path: bool, held: bool) -> Step:
+    """The loss of ``fit`` with two wide draws."""
+    grid = data().grid()
+
+    def loss(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        bound = elbo(model, q, grid, noise, alpha, path, 2, held)
+        return -bound.value - bound.conditional, bound.value.detach()
+
+    return loss
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations below autograd; the replay sees tensors alone, as a graph's does.
+
+    What Python computed stays as it was, and every result keeps its place.
+    """
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_linalg_check")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(name in str(func) for name in self.WAITS), func
+        result = func(*args, **kwargs or {})
+        self.done.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.done:
+            again = func(*args, **kwargs)
+            for place, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
+                    place.detach().copy_(value)
+
+
+def recorded(call: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """In the place of ``cuda_graph.record``: warm-up, recording and replay on a CPU."""
+    for _ in range(cuda_graph.NUM_WARM_UP):
+        call()
+    tape = Tape()
+    with tape:
+        results = call()
+
+    def replay() -> tuple[Tensor, Tensor]:
+        tape.replay()
+        return results
+
+    return replay
+
+
+@pytest.mark.parametrize("path", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, held) -> None:
+    """Kills inputs that are not refilled, a warm-up that counts, a rate or t kept as a number.
+
+    And a step that waits for the device: the tape refuses to look at a tensor's values.
+    """
+    monkeypatch.setattr(cuda_graph, "record", recorded)
+    runs = []
+    for record in (False, True):
+        model, q = problem()
+        optimizer, generator = make_optimizer(q, "muon"), torch.Generator().manual_seed(3)
+        step = make_step(losses(model, q, path, held), optimizer)
+        step = cuda_graph.captured(step, optimizer.state()) if record else step
+        seen = []
+        for i in range(5):
+            optimizer.set_rates(0.01 * (i + 1), held and i > 0)
+            noise = q.draw_noise(6, generator)
+            # Noise that is not finite in the third step: no value may be kept from it.
+            noise = noise._replace(path=noise.path * (torch.nan if i == 2 else 1.0))
+            reported, bad = step(noise, torch.full((), 3.0 - 0.5 * i))
+            seen += [reported.clone(), bad.clone()]
+            seen += [part.detach().clone() for part in optimizer.state()]
+        runs.append(seen)
+    bads = [float(value) for value in runs[0][1 :: len(runs[0]) // 5]]
+    assert bads == [0.0, 0.0, 1.0, 0.0, 0.0]
+    for one, other in zip(*runs, strict=True):
+        assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
+    """Kills a kind of step that is never recorded anew: plain, path gradient, q(ϑ) held."""
+    made, capture = [], cuda_graph.captured
+    monkeypatch.setattr(cuda_graph, "record", recorded)
+    monkeypatch.setattr(train, "captured", lambda *args: made.append(1) or capture(*args))
+    monkeypatch.setattr(train, "_check_mode", lambda *_: None)
+    for name, value in {"SMALLEST_SHARE": 0, "NUM_STEPS": 3}.items():
+        monkeypatch.setattr(f"lib.refit.{name}", value)
+    config = lib.FitConfig(num_steps=30, num_samples=4, wide_samples=2, refits=2)
+    fits = []
+    for mode in ("eager", "cuda_graph"):
+        model = problem()[0]
+        options = replace(config, mode=mode)
+        fits.append(lib.fit(model, data(), options, device="cpu", progress=False))
+    eager, graph = fits
+    assert len(made) == 3
+    assert eager.history.elbo.tolist() == graph.history.elbo.tolist()
+    assert all(map(torch.equal, eager.q.parameters(), graph.q.parameters()))
+
+
+def test_weights_stay_the_modules_own() -> None:
+    """Kills weights that are views of one long vector, and gradients left on them."""
+    config = lib.FitConfig(num_steps=2, num_samples=2, refits=0)
+    for w in lib.fit(problem()[0], data(), config, device="cpu", progress=False).q.parameters():
+        assert w.grad is None and w.untyped_storage().nbytes() == w.numel() * w.element_size()
+
+
+def test_noise_is_drawn_without_a_wait() -> None:
+    """Kills tails that are chosen, or noise that is stretched, by a look at a tensor's values."""
+    model, q = problem()
+    config = lib.FitConfig(num_samples=3, wide_samples=2)
+    run = train._Run(model, q, data().grid(), config, train.tqdm(disable=True), 0)
+    with Tape():
+        run.draw_noise(torch.Generator())
+        run.tails = torch.zeros(10, 3)
+        noise = run.draw_noise(torch.Generator())
+    assert noise.theta[3:].eq(0).all() and noise.theta[:3].ne(0).all()
+
+
+def test_a_graph_is_warmed_up_on_a_side_stream_then_recorded_and_replayed(monkeypatch) -> None:
+    """Kills a warm-up on the recording stream, and work that is recorded before it has ended."""
+    seen: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            seen.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def inside(thing: SimpleNamespace):
+        seen.append(f"begin {thing.name}")
+        yield
+        seen.append(f"end {thing.name}")
+
+    graph = SimpleNamespace(name="graph", replay=lambda: seen.append("replay"))
+    fake = {"Stream": Stream, "current_stream": partial(Stream, "main"), "stream": inside}
+    fake |= {"CUDAGraph": lambda: graph, "graph": inside}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fake))
+    results = torch.zeros(()), torch.ones(())
+    replay = cuda_graph.record(lambda: seen.append("call") or results)
+    warm = ["side waits for main", "begin side", "call", "call", "call", "end side"]
+    assert seen == [*warm, "main waits for side", "begin graph", "call", "end graph"]
+    assert replay() is replay() is results and seen[-2:] == ["replay", "replay"]
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_the_whole_step_is_one_graph() -> None:
+    """Kills a break in the graph, and a rate, α or t that is a number in Python."""
+    model, q = problem()
+    optimizer, graphs = make_optimizer(q, "muon"), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = make_step(losses(model, q, True, False), optimizer)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(step, backend=count, fullgraph=True)
+        for i in range(3):
+            optimizer.set_rates(0.01 * (i + 1), held=i == 2)
+            noise = q.draw_noise(4, torch.Generator().manual_seed(i))
+            assert compiled(noise, torch.full((), 3.0 - i))[1] == 0
+    assert len(graphs) == 1
