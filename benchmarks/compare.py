@@ -195,6 +195,8 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
     """A row of README's table for each problem: what the best method of each side took."""
     titles, rows = {"ou": "OU", "sir": "Epidemic"}, []
     for problem, group in lines[lines.best].groupby("problem", sort=False):
+        if not {"ours", "NUTS"} <= set(group.method.map(SIDES)):
+            continue  # a part of the study
         each = [f"{SIDES[line.method]} {_reached(line)}" for line in group.itertuples()]
         mine, rival = (group[group.method.map(SIDES) == side].iloc[0] for side in ("ours", "NUTS"))
         rows.append(
@@ -207,7 +209,7 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
                 "notebook": "compare",
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["claim", "paper", "ours", "verdict", "notebook"])
 
 
 def _reached(line: tuple) -> str:

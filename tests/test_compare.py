@@ -422,6 +422,7 @@ def test_verdict_of_a_side_that_does_not_get_there(mine, rival, verdict):
     line = {"problem": "sir", "lowest_error": 0.25, "last_seconds": 90.0, "best": True, "seeds": 5}
     both = [{"method": "ours", "seconds_to_accuracy": mine}]
     both += [{"method": "NUTS, centred, warm-up 500", "seconds_to_accuracy": rival}]
+    assert compare.claims(pd.DataFrame([line | both[0]])).empty
     (claim,) = compare.claims(pd.DataFrame([line | side for side in both])).to_dict("records")
     assert claim["verdict"] == verdict
     assert ("ours not in 90 s, 0.25 sd at best" in claim["ours"]) == np.isinf(mine)
