@@ -12,8 +12,10 @@ import ledger
 STUDIES = {  # on 2 CPU cores
     "ablation": "1 hour 40 minutes",
     "compare": "1 hour 15 minutes, estimated",
+    "gpu": "on a GPU, not yet measured",
     "growth": "3 hours, estimated",
     "robustness": "35 minutes",
+    "step": "half a minute",
 }
 
 
@@ -21,8 +23,11 @@ def check(names: Sequence[str], args: argparse.Namespace) -> None:
     """Refuses what the studies cannot do, before anything runs."""
     if names and args.quick:
         raise SystemExit(f"--quick is of the notebooks; {', '.join(names)} has no quick values.")
-    if names and args.device == "cuda":
-        raise SystemExit(f"{', '.join(names)} runs on the CPU, a fit on each core; got cuda.")
+    others = [name for name in names if name != "gpu"]
+    if others and args.device == "cuda":
+        raise SystemExit(f"{', '.join(others)} runs on the CPU, a fit on each core; got cuda.")
+    if "gpu" in names and args.device == "cpu":
+        raise SystemExit("gpu runs on a GPU; got cpu. Name step for the CPU's time of a step.")
 
 
 def tasks(root: Path, names: Sequence[str], fresh: bool) -> Iterator[ledger.Task]:

@@ -359,6 +359,8 @@ def test_studies_are_named_whole_and_never_part_of_the_default_run(study):
     [
         (["ablation", "--quick"], "--quick is of the notebooks; ablation has no quick values"),
         (["robustness", "--device", "cuda"], "robustness runs on the CPU, a fit on each core"),
+        (["gpu", "step", "--device", "cuda"], "^step runs on the CPU"),
+        (["gpu", "--device", "cpu"], "gpu runs on a GPU; got cpu. Name step for"),
     ],
 )
 def test_what_a_study_cannot_do_is_refused(study, argv, sentence):

@@ -202,6 +202,8 @@ def recorded(call: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Te
     tape = Tape()
     with tape:
         results = call()
+    # A tensor made of Python's numbers would be copied to the device, which cannot be recorded.
+    assert not any("lift_fresh" in str(func) for func, *_ in tape.done)
 
     def replay() -> tuple[Tensor, Tensor]:
         tape.replay()
@@ -238,6 +240,19 @@ def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, he
     assert bads == [0.0, 0.0, 1.0, 0.0, 0.0]
     for one, other in zip(*runs, strict=True):
         assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_the_first_call_was_given_stays_the_callers(monkeypatch) -> None:
+    """Kills a recording that reads, and at the next call overwrites, the caller's own noise."""
+    monkeypatch.setattr(cuda_graph, "record", recorded)
+    step = cuda_graph.captured(
+        lambda noise, alpha: (noise.theta.sum(), alpha + 1), [torch.ones(())]
+    )
+    noises = [Noise(torch.full((1, 1), i + 1.0), torch.zeros(1, 1, 1)) for i in range(2)]
+    alphas = [torch.full((), 3.0), torch.full((), 5.0)]
+    seen = [tuple(map(float, step(*given))) for given in zip(noises, alphas, strict=True)]
+    assert seen == [(1.0, 4.0), (2.0, 6.0)]
+    assert float(noises[0].theta) == 1.0 and float(alphas[0]) == 3.0
 
 
 def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
