@@ -7,7 +7,7 @@ import pool
 import step_time
 
 import lib
-from lib.train import _settled
+from lib.machine import settled
 
 DRAWS = ((20, 9), (50, 0))  # inner, wide: the defaults, and the paper's number
 PROBLEMS = ("ou", "sir")
@@ -33,7 +33,7 @@ def measure(spec: pool.Spec) -> pool.Result:
     """The step, its products and the optimiser's part of it, in turns."""
     inner, wide = spec["draws"]
     config = lib.FitConfig(num_samples=inner, wide_samples=wide)
-    with _settled(threads=1):
+    with settled(threads=1):
         step = step_time.make_step(spec["problem"], None, config, "cpu")
         products = step_time.record(step.call).products
         optimizer = step.run.optimizer

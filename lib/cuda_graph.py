@@ -52,6 +52,7 @@ def record(call: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tens
         results = call()
 
     def replay() -> tuple[Tensor, Tensor]:
+        """Run the recording again, on what its inputs now hold."""
         graph.replay()
         return results
 

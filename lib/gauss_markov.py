@@ -131,6 +131,7 @@ class GaussMarkov(TimeFlow):
             c = c + lower_product(entries, z)
         return GaussMarkovTrace(a, c, entries, backward_scan(a, c), s)
 
+    @torch.no_grad()
     def push_score(
         self,
         trace: GaussMarkovTrace,
@@ -143,18 +144,17 @@ class GaussMarkov(TimeFlow):
         So w = J⁻ᵀg is local: w = (I − A S)ᵀ y, y = L⁻ᵀg. For the same reason w'∂u is y'∂c + Σ
         y_i'∂A_i u_{i+1}, and no scan is run backwards.
         """
-        with torch.no_grad():
-            inverse_diag, ones = torch.exp(-trace.log_diag), torch.ones_like(g)
-            if free is not None:
-                inverse_diag, ones = inverse_diag * free, ones * free
-            y = solve_lower_transposed(trace.entries, inverse_diag, g)
-            back = (trace.a * y[:, None]).sum(0)
-            w = y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
-            if not with_theta:
-                return Pushed(g, w, [], [])
-            later = nn.functional.pad(trace.y[:, 1:], (0, 0, 0, 1))
-            by_a = y[:, None] * later[None]
-        return Pushed(g, w, [trace.a, trace.c, trace.log_diag], [by_a, y, ones])
+        inverse_diag, slope = torch.exp(-trace.log_diag), torch.ones_like(g)
+        if free is not None:
+            inverse_diag, slope = inverse_diag * free, slope * free
+        y = solve_lower_transposed(trace.entries, inverse_diag, g)
+        back = (trace.a * y[:, None]).sum(0)
+        w = y - nn.functional.pad(back[:, :-1], (0, 0, 1, 0))
+        if not with_theta:
+            return Pushed(g, w, [], [])
+        later = nn.functional.pad(trace.y[:, 1:], (0, 0, 0, 1))
+        weights = [y[:, None] * later[None], y, slope]
+        return Pushed(g, w, [trace.a, trace.c, trace.log_diag], weights)
 
 
 def bound_rows(a: Float[Tensor, "state state *batch"]) -> Float[Tensor, "state state *batch"]:

@@ -201,7 +201,8 @@ class VariationalPosterior(nn.Module):
 
     def masked(self, series: Float[Tensor, "state time mc"]) -> Float[Tensor, "state time mc"]:
         """The series with zeros for what is not free."""
-        return series if self.mask is None else series * self.mask
+        mask = self.mask
+        return series if mask is None else series * mask
 
     def seen(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
         """ϑ as the networks of the path see it."""

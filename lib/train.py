@@ -1,12 +1,7 @@
-"""Stochastic optimisation of the ELBO (algorithm 1); all that is known of devices is here."""
+"""Stochastic optimisation of the ELBO (algorithm 1): the door of a fit, and its run."""
 
-import contextlib
-import ctypes
-import gc
-import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -21,6 +16,7 @@ from lib.data import Grid, Observations
 from lib.diagnostics import gap_limit
 from lib.elbo import Elbo, elbo
 from lib.family import Family
+from lib.machine import check_mode, choose_device, settled
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
 from lib.refit import refit_theta
@@ -35,7 +31,6 @@ MAX_SKIPPED = 50
 LONG_GRID = 100_000  # steps of dt
 GRID_STEP_BYTES = 75_000  # of memory, measured at the default options, one state
 SEED_STRIDE = 1_000_003
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def fit(
@@ -66,7 +61,7 @@ def fit(
     """
     device = choose_device(device)
     _check_kinds(model, observations, config, resume)
-    _check_mode(config, device)
+    check_mode("eager" if config is None else config.mode, device)
     seed = check_seed(seed)
     check_columns(model, observations)
     _warn_of_length(observations)
@@ -75,7 +70,7 @@ def fit(
         _check_resume(resume, model, observations, config)
     config = config or FitConfig()
     bar = tqdm(total=config.num_steps, disable=not progress, desc="fit: start", unit="step")
-    with _settled(config.threads), bar:
+    with settled(config.threads), bar:
         clock = time.perf_counter()
         q = _start(model, observations, config.family, seed, resume)
         dtype, first = DTYPES[config.dtype], 0 if resume is None else len(resume.history.step)
@@ -98,13 +93,6 @@ def _check_kinds(model: object, observations: object, config: object, resume: ob
         check_kind("config", config, FitConfig, "Write lib.FitConfig(num_steps=500), say.")
     if resume is not None:
         check_kind("resume", resume, FitResult, "Read one with load_fit.")
-
-
-def _check_mode(config: FitConfig | None, device: str) -> None:
-    if config is not None and config.mode == "cuda_graph" and device != "cuda":
-        raise ValueError(
-            f"mode 'cuda_graph' needs a CUDA GPU; got device {device!r}. Use mode='eager'."
-        )
 
 
 def _warn_of_length(observations: Observations) -> None:
@@ -152,44 +140,6 @@ def _start(
         return rebuild(model, observations, family, resume.q.state_dict())
     grid = observations.grid()
     return VariationalPosterior(model, grid, family, find_start(model, grid, seed), seed)
-
-
-def choose_device(device: str) -> str:
-    """Resolve ``"auto"``; refuse what is not there."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda'; got {device!r}.")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ValueError("device 'cuda' was asked for, but no CUDA GPU is available. Use 'cpu'.")
-    return "cuda" if available and device != "cpu" else "cpu"
-
-
-@contextlib.contextmanager
-def _settled(threads: int) -> Iterator[None]:
-    """Train with so many threads and without denormals, then put the process back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)
-    keep_freed_memory()
-    gc.freeze()  # what is there already need not be looked at again and again
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        torch.set_num_threads(before)
-        torch.set_flush_denormal(False)
-
-
-def keep_freed_memory() -> None:
-    """For the rest of the process, glibc keeps freed blocks of up to 32 MB, 512 MB in all.
-
-    It would give them back and then meet a page fault in every 4 KB of them in the next step:
-    some 1,200 a step, a sixth of its time. Where there is no glibc nothing is done.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
-        mallopt(M_TRIM_THRESHOLD, 512 * 2**20)
 
 
 @dataclass

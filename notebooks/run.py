@@ -225,9 +225,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 130
     for sentence in failures:
         print(sentence, file=sys.stderr)
-    if stems or any((root / f"results/claims_{name}.csv").is_file() for name in heavy):
-        if not args.quick:
-            claims.update_readme(root)
+    claimed = stems or any((root / f"results/claims_{name}.csv").is_file() for name in heavy)
+    if claimed and not args.quick:
+        claims.update_readme(root)
     return 1 if failures else 0
 
 

@@ -426,6 +426,11 @@ def test_verdict_of_a_side_that_does_not_get_there(mine, rival, verdict):
     (claim,) = compare.claims(pd.DataFrame([line | side for side in both])).to_dict("records")
     assert claim["verdict"] == verdict
     assert ("ours not in 90 s, 0.25 sd at best" in claim["ours"]) == np.isinf(mine)
+    assert claim["ours"].endswith("median of 5 seeds, one core")
+    (claim,) = compare.claims(pd.DataFrame([line | side | {"seeds": 3} for side in both])).ours
+    assert claim.endswith(
+        "ours has 3, the others count as far off; NUTS has 3, the others count as far off"
+    )
 
 
 def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):

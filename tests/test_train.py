@@ -271,7 +271,7 @@ def test_the_process_is_put_back(monkeypatch, interrupted):
 
 FAULTS = """
 import resource, torch
-from lib.train import keep_freed_memory
+from lib.machine import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
