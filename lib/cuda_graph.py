@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lib.posterior import Noise
+from lib.smoother import Chain
 from lib.step import Step
 
 NUM_WARM_UP = 3  # calls before the recording, in which libraries set themselves up
@@ -26,11 +27,13 @@ def captured(step: Step, state: Sequence[Tensor]) -> Step:
 
     def replayed(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Take the step; see above."""
-        given = [*noise, alpha]
+        given = [noise.theta, noise.path, *(noise.chain or ()), alpha]
         if not replay:
             inputs.extend(part.clone() for part in given)
             before = [part.detach().clone() for part in state]
-            replay.append(record(lambda: step(Noise(*inputs[:-1]), inputs[-1])))
+            chain = None if noise.chain is None else Chain(*inputs[2:-1])
+            own = Noise(*inputs[:2], chain)
+            replay.append(record(lambda: step(own, inputs[-1])))
             with torch.no_grad():
                 torch._foreach_copy_(list(state), before)
         torch._foreach_copy_(inputs, given)

@@ -1,5 +1,6 @@
 """The evidence lower bound with its named terms (eqs. 5, 14-16, slips corrected)."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from lib.data import Grid
 from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
+from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
 
 # Draws of q made at a time, where there are many, and path values: a long path takes memory.
@@ -44,7 +46,6 @@ def elbo(
     alpha: Float[Tensor, ""] | float = 1.0,
     path_gradient: bool = False,
     wide: int = 0,
-    held: bool = False,
 ) -> Elbo:
     r"""ELBO :math:`E_q[\log p(\vartheta, x, y) - \alpha \log q(\vartheta) - \log q(x|\vartheta)]`.
 
@@ -56,12 +57,11 @@ def elbo(
         alpha: Tempering α of q(ϑ); 1 is no tempering.
         path_gradient: Differentiate log q through the draws alone; the value is the same.
         wide: How many draws, the last ones, train q(x | ϑ) alone, at ϑ further out.
-        held: All do: q(ϑ) gets no gradient, which saves what that takes.
     """
     if path_gradient:
-        sample = with_path_gradient(q, q.trace(noise, wide, held))
+        sample = with_path_gradient(q, q.trace(noise, wide))
     else:
-        sample = q(noise, wide, held)
+        sample = q(noise, wide)
     joint = model.log_joint(sample.vartheta, sample.x, grid)
     value = joint.total - sample.log_q_x
     inner = len(value) - wide
@@ -79,6 +79,18 @@ def chunk_size(q: VariationalPosterior) -> int:
     return max(1, min(CHUNK, CHUNK_VALUES // q.loc0.numel()))
 
 
+def in_chunks(
+    q: VariationalPosterior, vartheta: Float[Tensor, "mc theta"]
+) -> Iterator[tuple[Tensor, Chain | None]]:
+    """Parts of ϑ small enough for their paths, with their chains, made for many at a time."""
+    size = chunk_size(q)
+    for many in vartheta.split(max(1, q.chain_batch // size) * size):
+        chain = q.chain(many)
+        for first in range(0, len(many), size):
+            own = None if chain is None else part_of(chain, first, size)
+            yield many[first : first + size], own
+
+
 @torch.no_grad()
 def log_ratio(
     model: StateSpaceModel,
@@ -89,7 +101,7 @@ def log_ratio(
 ) -> Float[Tensor, " mc"]:
     """log p(ϑ, x, y) − log q(x | ϑ) at any ϑ, with one path drawn for each, in chunks."""
     parts = []
-    for part in vartheta.split(chunk_size(q)):
-        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part)
+    for part, chain in in_chunks(q, vartheta):
+        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part, chain)
         parts.append(model.log_joint(part, x, grid).total - log_q_x)
     return torch.cat(parts)

@@ -16,12 +16,11 @@ class Family:
         layers: Hidden layers of each network.
         gate: ``"unbounded"`` z·exp(s) + μ, or ``"sigmoid"`` σz + (1 − σ)μ as printed.
         features: ``"centred"`` windows with masks and clocks, or ``"past"`` as printed.
-        scaling: ``"learned"`` loc and scale per time, or ``"constant"``: one unit for all.
-        unit: That unit: x = unit·h(z); 1 is the paper's.
+        unit: Without the chain x = unit·h(z); 1 is the paper's.
         standardise_theta: Networks see (ϑ − loc)/scale instead of ϑ.
-        taps: Linear paths whose weights depend on ϑ, in the base and in each local IAF.
+        taps: Linear paths whose weights depend on ϑ, in each local IAF.
         coupling: Same-time lower-triangular coupling for p > 1.
-        base: Gauss-Markov base below the local IAFs.
+        base: Gauss-Markov chain above the local IAFs, the smoother of the linearised model.
         theta_flows: IAF steps of q(ϑ).
         theta_hidden: Width of the two hidden layers of each.
     """
@@ -32,7 +31,6 @@ class Family:
     layers: int = 2
     gate: str = "unbounded"
     features: str = "centred"
-    scaling: str = "learned"
     unit: float = 1.0
     standardise_theta: bool = True
     taps: bool = True
@@ -54,7 +52,6 @@ class Family:
             layers=5,
             gate="sigmoid",
             features="past",
-            scaling="constant",
             unit=unit,
             standardise_theta=False,
             taps=False,
@@ -69,7 +66,6 @@ _SWITCHES = ("standardise_theta", "taps", "coupling", "base")
 _CHOICES = {
     "gate": ("unbounded", "sigmoid"),
     "features": ("centred", "past"),
-    "scaling": ("learned", "constant"),
 }
 
 

@@ -13,6 +13,7 @@ from lib.network import LOG_SCALE_BOUND, soft_bound
 LOG_2PI = math.log(2 * math.pi)
 # How far into its tails q(ϑ) is looked at, in units of its noise.
 STRETCH = 4.0
+SEEN_BOUND = 3.0  # of ϑ as the path's networks see it, in units of q(ϑ)'s scale
 
 
 class MaskedLinear(nn.Linear):
@@ -200,9 +201,12 @@ class MAF(nn.Module):
         return z, log_q - 0.5 * (z.square() + LOG_2PI).sum(-1)
 
     def standardise(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, "mc theta"]:
-        """(ϑ − loc)/scale, without gradient through loc and scale."""
+        """(ϑ − loc)/scale, without gradient through loc and scale, softly bounded.
+
+        A network that is linear far out would be wildly off there, where few draws train it.
+        """
         loc, log_scale = self.loc_scale()
-        return (vartheta - loc.detach()) / log_scale.detach().exp()
+        return soft_bound((vartheta - loc.detach()) / log_scale.detach().exp(), SEEN_BOUND)
 
 
 def stretched(noise: Float[Tensor, "mc theta"], count: int) -> Float[Tensor, "mc theta"]:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lib.gauss_markov import push_chain
 from lib.posterior import Sample, Trace, VariationalPosterior
 
 # A local IAF whose inverse is unstable (its taps have a root on the wrong side) makes the score
@@ -59,12 +60,15 @@ def find_score(q: VariationalPosterior, trace: Trace) -> Score:
     """
     vartheta, g = trace.sample.vartheta, q.masked(-trace.noise.path.permute(2, 1, 0))
     growth, outputs, weights = g.new_ones(()), [], []
+    if trace.chain is not None:
+        g = push_chain(trace.chain, g, q.mask)
     for flow, made in zip(q.flows(), trace.flows, strict=True):
         pushed = flow.push_score(made, g, q.mask, vartheta.requires_grad)
         g, outputs = pushed.after, outputs + pushed.outputs
         weights += [-w for w in pushed.weights]
-        if flow.flow is not q.base:
-            growth = growth * g.norm() / pushed.before.norm()
+        growth = growth * g.norm() / pushed.before.norm()
+    if trace.chain is not None:
+        g = g * torch.exp(-trace.chain.log_sd)
     by_theta = by_path = torch.zeros_like(vartheta)
     if vartheta.requires_grad:
         with torch.no_grad():
@@ -72,13 +76,13 @@ def find_score(q: VariationalPosterior, trace: Trace) -> Score:
     if outputs:  # their graph is kept
         options = {"retain_graph": True, "materialize_grads": True}
         (by_path,) = torch.autograd.grad(outputs, vartheta, weights, **options)
-    return Score(by_theta, by_path, _to_x(q, trace.z, g.permute(2, 1, 0)), growth)
+    return Score(by_theta, by_path, _to_x(q, trace.u, g.permute(2, 1, 0)), growth)
 
 
 @torch.no_grad()
-def _to_x(q: VariationalPosterior, z: Tensor, g: Tensor) -> Tensor:
-    """The last step, x = h(loc + scale z), which is one number at a time."""
-    log_slope = q.to_state(z)[1]
+def _to_x(q: VariationalPosterior, u: Tensor, g: Tensor) -> Tensor:
+    """The last step, x = h(u), which is one number at a time."""
+    log_slope = q.to_range(u)[1]
     if not q.to_range.affine:
-        g = g - torch.func.grad(lambda z: q.to_state(z)[1].expand_as(z).sum())(z)
+        g = g - torch.func.grad(lambda u: q.to_range(u)[1].expand_as(u).sum())(u)
     return g * torch.exp(-log_slope) * q.free

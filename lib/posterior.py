@@ -1,5 +1,6 @@
 """The variational posterior q(ϑ, x) = q(ϑ) q(x | ϑ) (section 3; eqs. 11-16)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,22 +10,28 @@ from torch import Tensor, nn
 from lib.data import Grid
 from lib.family import Family
 from lib.features import centred_features, past_features
-from lib.gauss_markov import GaussMarkov, GaussMarkovTrace
+from lib.gauss_markov import run_chain
+from lib.linearised import Linearised, range_map
 from lib.local_iaf import LocalIAF, LocalIAFTrace
 from lib.maf import LOG_2PI, MAF, IAFTrace
 from lib.network import Pushed
+from lib.smoother import Chain
 from lib.ssm import StateSpaceModel
 from lib.start import Start
-from lib.state_map import StateMap
 
-FlowTrace = GaussMarkovTrace | LocalIAFTrace
+# Values of A of the chains made at a time; the smoother holds some ten such arrays.
+CHAIN_VALUES = 1_600_000
 
 
 class Noise(NamedTuple):
-    """Standard normal noise of one Monte Carlo batch: for ϑ (mc, d), for the path (mc, T, p)."""
+    """Standard normal noise of one Monte Carlo batch: for ϑ (mc, d), for the path (mc, T, p).
+
+    ``chain`` is that of ``VariationalPosterior.chain`` at the ϑ of this noise; without, it is made.
+    """
 
     theta: Float[Tensor, "mc theta"]
     path: Float[Tensor, "mc time state"]
+    chain: Chain | None = None
 
 
 class Sample(NamedTuple):
@@ -47,12 +54,12 @@ class TimedFlow(NamedTuple):
         """The series as the flow sees it, and back."""
         return series.flip(1) if self.backwards else series
 
-    def trace(self, z: Tensor, seen: Tensor) -> FlowTrace:
+    def trace(self, z: Tensor, seen: Tensor) -> LocalIAFTrace:
         """z' and log diagonal with what the flow made on the way, all as the flow sees them."""
         return self.flow.trace(self.turn(z), self.features, seen)
 
     def push_score(
-        self, trace: FlowTrace, g: Tensor, free: Tensor | None, with_theta: bool
+        self, trace: LocalIAFTrace, g: Tensor, free: Tensor | None, with_theta: bool
     ) -> Pushed:
         """The score at z' from g, that at z, both in the order of time."""
         free = None if free is None else self.turn(free)
@@ -66,21 +73,26 @@ class Trace(NamedTuple):
     noise: Noise
     sample: Sample
     theta_steps: list[IAFTrace]
-    flows: list[FlowTrace]
-    z: Float[Tensor, "mc time state"]  # of the last flow
+    flows: list[LocalIAFTrace]
+    chain: Chain | None
+    u: Float[Tensor, "mc time state"]  # of x = h(u)
 
 
 class VariationalPosterior(nn.Module):
-    r"""q(ϑ) a MAF; q(x | ϑ) a Gauss-Markov base, local IAFs in alternating directions, then h.
+    r"""q(ϑ) a MAF; q(x | ϑ) a Gauss-Markov chain, local IAFs in alternating directions, then h.
 
-    .. math:: \log q(x|\vartheta) = \sum\log N(z^0) - \sum_{\text{layers}}\sum\log\text{diag}\,L
-        - \sum\log\text{scale} - \sum\log h'
+    .. math:: \log q(x|\vartheta) = \sum\log N(z^0) - \sum_{\text{flows}}\sum\log\text{diag}\,L
+        - \sum\log\text{sd} - \sum\log h'
+
+    The chain has no weights: it is the Kalman smoother of the model linearised about a path, at the
+    ϑ of each draw. The IAFs learn what is left, in units of its mean and sd at each time. With it
+    no gradient goes through ϑ, and q(ϑ) is to be fitted by importance weights (`lib.refit`).
 
     Args:
-        model: Supplies sizes, which states are positive and what is known of x_0.
+        model: What is linearised; sizes, which states are positive and what is known of x_0.
         grid: The data on the grid.
         family: Options of the flows.
-        start: Where loc and scale start.
+        start: Where q(ϑ) starts, and the path about which the model is linearised.
         seed: Of the weights and permutations; the global generator is left untouched.
     """
 
@@ -103,39 +115,59 @@ class VariationalPosterior(nn.Module):
         self.register_buffer("features_ahead", ahead)
         self.register_buffer("features_behind", behind)
         sizes, hidden = (p, ahead.shape[-1], d), (family.hidden,) * family.layers
-        self.base = GaussMarkov(*sizes, hidden, family.taps) if family.base else None
         options = {"gate": family.gate, "coupling": family.coupling, "taps": family.taps}
         self.layers = nn.ModuleList(
             LocalIAF(*sizes, window=family.receptive_field, hidden=hidden, **options)
             for _ in range(family.num_flows)
         )
-        x0_bounds = model.initial.bounds if model.x0_random else None
-        free = torch.ones_like(start.path[self.first :])
-        unit = family.unit if family.scaling == "constant" else 1.0
-        self.to_range = StateMap(model.positive_states, len(free), x0_bounds, unit)
+        loc = start.path[self.first :]
+        self.to_range = range_map(model, len(loc), 1.0 if family.base else family.unit)
+        loc = self.to_range.inverse(loc) if family.base else torch.zeros_like(loc)
+        free = torch.ones_like(loc)
         if self.first == 0:
             free[0] = (~model.x0_fixed).to(free)
-        loc, scale = self._loc_scale(start)
         self.all_free = bool((free > 0).all())
         for name, value in {"free": free, "x0": model.x0_value, "loc0": loc}.items():
             self.register_buffer(name, value.clone())
-        self.register_buffer("log_scale0", scale.log())
-        learn = family.scaling == "learned"
-        self.shift = nn.Parameter(torch.zeros_like(loc), requires_grad=learn)
-        self.stretch = nn.Parameter(torch.zeros_like(loc), requires_grad=learn)
+        self._given = model, grid
+        self._linearised: Linearised | None = None
 
-    def _loc_scale(self, start: Start) -> tuple[Tensor, Tensor]:
-        """Location and scale of u, x = h(u), that give the start's path and spread."""
-        path, sd = start.path[self.first :], start.path_sd[self.first :]
-        if self.family.scaling == "constant":
-            return torch.zeros_like(path), torch.ones_like(path)
-        loc = self.to_range.inverse(path)
-        return loc, sd / self.to_range(loc)[1].exp()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Of nn.Module: another dtype or device."""
+        self._linearised = None
+        return super()._apply(fn, recurse)
+
+    def load_state_dict(self, *args: object, **options: object) -> object:
+        """Of nn.Module."""
+        self._linearised = None
+        return super().load_state_dict(*args, **options)
+
+    def linearised(self) -> Linearised:
+        """The model linearised about this posterior's path."""
+        if self._linearised is None:
+            self._linearised = Linearised(*self._given, self.loc0)
+        return self._linearised
+
+    @property
+    def chain_batch(self) -> int:
+        """For how many ϑ a chain is made at a time: as many as the memory of it allows."""
+        return max(1, CHAIN_VALUES // (self.loc0.numel() * self.loc0.shape[1]))
+
+    def chain(self, vartheta: Float[Tensor, "mc theta"]) -> Chain | None:
+        """The chain of q(x | ϑ) at these ϑ; None for a family without."""
+        if not self.family.base:
+            return None
+        chain, _ = self.linearised()(vartheta)
+        return Chain(*(part.to(self.loc0.dtype) for part in chain))
 
     def draw_noise(self, n: int, generator: torch.Generator) -> Noise:
         """n standard normal draws, in the dtype and on the device of the weights."""
         theta = self.draw_theta_noise(n, generator)
-        return Noise(theta, self._randn((n, *self.loc0.shape), generator))
+        return Noise(theta, self.draw_path_noise(n, generator))
+
+    def draw_path_noise(self, n: int, generator: torch.Generator) -> Float[Tensor, "mc time state"]:
+        """That of the path alone."""
+        return self._randn((n, *self.loc0.shape), generator)
 
     def draw_theta_noise(self, n: int, generator: torch.Generator) -> Float[Tensor, "mc theta"]:
         """That of ϑ alone."""
@@ -145,54 +177,67 @@ class VariationalPosterior(nn.Module):
         loc = self.loc0
         return torch.randn(shape, dtype=loc.dtype, device=loc.device, generator=generator)
 
-    def forward(self, noise: Noise, wide: int = 0, held: bool = False) -> Sample:
+    def forward(self, noise: Noise, wide: int = 0) -> Sample:
         """Draws of q as a function of standard normal noise (reparameterised).
 
         The last ``wide`` are for the training of q(x | ϑ) alone: no gradient goes through their ϑ.
-        Where q(ϑ) is ``held``, that holds for all.
+        With the chain, that holds for all.
         """
-        vartheta, log_q_theta, _ = self._theta(noise.theta, wide, held)
-        x, log_q_x = self.path(noise.path, vartheta)
+        vartheta, log_q_theta, _ = self._theta(noise.theta, wide)
+        x, log_q_x = self.path(noise.path, vartheta, noise.chain)
         return Sample(vartheta, x, log_q_theta, log_q_x)
 
-    def trace(self, noise: Noise, wide: int = 0, held: bool = False) -> Trace:
+    def trace(self, noise: Noise, wide: int = 0) -> Trace:
         """The draws of ``forward`` with what their score needs."""
-        vartheta, log_q_theta, steps = self._theta(noise.theta, wide, held)
-        flows: list[FlowTrace] = []
-        x, log_q_x, z = self._path(noise.path, self.seen(vartheta), flows)
-        return Trace(noise, Sample(vartheta, x, log_q_theta, log_q_x), steps, flows, z)
+        vartheta, log_q_theta, steps = self._theta(noise.theta, wide)
+        chain = self.chain(vartheta) if noise.chain is None else noise.chain
+        flows: list[LocalIAFTrace] = []
+        x, log_q_x, u = self._path(noise.path, self.seen(vartheta), chain, flows)
+        return Trace(noise, Sample(vartheta, x, log_q_theta, log_q_x), steps, flows, chain, u)
 
-    def _theta(self, noise: Tensor, wide: int, held: bool) -> tuple[Tensor, Tensor, list[IAFTrace]]:
+    def _theta(self, noise: Tensor, wide: int) -> tuple[Tensor, Tensor, list[IAFTrace]]:
         """ϑ, the last ``wide`` without gradient; log q(ϑ); the steps of the MAF."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not held):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.family.base):
             vartheta, log_q_theta, steps = self.theta_flow.trace(noise)
-        if wide and not held:
+        if wide:
             vartheta = torch.cat([vartheta[:-wide], vartheta[-wide:].detach()])
         return vartheta, log_q_theta, steps
 
     def path(
-        self, noise: Float[Tensor, "mc time state"], vartheta: Float[Tensor, "mc theta"]
+        self,
+        noise: Float[Tensor, "mc time state"],
+        vartheta: Float[Tensor, "mc theta"],
+        chain: Chain | None = None,
     ) -> tuple[Float[Tensor, "mc time1 state"], Float[Tensor, " mc"]]:
         """Draws of q(x | ϑ) at any ϑ, and their log density; x holds x_0 first."""
-        return self._path(noise, self.seen(vartheta))[:2]
+        chain = self.chain(vartheta) if chain is None else chain
+        return self._path(noise, self.seen(vartheta), chain)[:2]
 
     def _path(
-        self, noise: Tensor, seen: Tensor, traces: list[FlowTrace] | None = None
+        self,
+        noise: Tensor,
+        seen: Tensor,
+        chain: Chain | None,
+        traces: list[LocalIAFTrace] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x, log q and the z of the last flow; what each flow made is appended to ``traces``."""
+        """x, log q and u; what each flow made is appended to ``traces``."""
         # The flows' order of axes: to turn a path costs little, to turn a hidden layer much.
         z = self.masked(noise.permute(2, 1, 0).contiguous())
         log_q = -0.5 * (z.square() + LOG_2PI)
+        if chain is not None:
+            z, log_q = self.masked(run_chain(chain, z)), log_q - chain.log_diag
         for flow in self.flows():
             trace = flow.trace(z, seen)
             # A fixed component of x_0 stays 0, or the layers' Jacobians would not be triangular.
             z, log_q = self.masked(flow.turn(trace.y)), log_q - flow.turn(trace.log_diag)
             if traces is not None:
                 traces.append(trace)
-        z = z.permute(2, 1, 0)
-        x, log_slope = self.to_state(z)
+        if chain is not None:
+            z, log_q = chain.mean + chain.log_sd.exp() * z, log_q - chain.log_sd
+        u = self.loc0 + z.permute(2, 1, 0)
+        x, log_slope = self.to_range(u)
         log_q = (log_q.permute(2, 1, 0) - log_slope) * self.free
-        return self._with_x0(x), log_q.sum((-2, -1)), z
+        return self._with_x0(x), log_q.sum((-2, -1)), u
 
     @property
     def mask(self) -> Float[Tensor, "state time 1"] | None:
@@ -209,20 +254,12 @@ class VariationalPosterior(nn.Module):
         return self.theta_flow.standardise(vartheta) if self.family.standardise_theta else vartheta
 
     def flows(self) -> list["TimedFlow"]:
-        """Base, then the local IAFs in alternating directions."""
-        base = [] if self.base is None else [TimedFlow(self.base, self.features_ahead, False)]
+        """The local IAFs, in alternating directions."""
         # Even layers run on the reversed series: their window is the future of z and of y.
-        return base + [
+        return [
             TimedFlow(layer, self.features_behind if i % 2 else self.features_ahead, bool(i % 2))
             for i, layer in enumerate(self.layers)
         ]
-
-    def to_state(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """x = h(loc + scale z); log dx/dz by time and component."""
-        log_scale = self.log_scale0 + self.stretch
-        u = self.loc0 + self.log_scale0.exp() * self.shift + log_scale.exp() * z
-        x, log_slope = self.to_range(u)
-        return x, log_scale + log_slope
 
     def _with_x0(self, x: Tensor) -> Tensor:
         """Put what is fixed of x_0 in front of, or into, the path."""

@@ -1,22 +1,18 @@
 """Last touch on q(ϑ): fitted to importance-weighted draws, so that it covers the posterior."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.data import Grid
 from lib.diagnostics import log_mean, nan_is_no_mass
-from lib.elbo import log_ratio
 from lib.maf import MAF, log_stretched, stretched
-from lib.posterior import VariationalPosterior
-from lib.ssm import StateSpaceModel
 from lib.step import BETAS, CLIP_NORM
 
-# The last refit decides how good q(ϑ) is; those before it have only to find its tails.
-LAST_DRAWS = 20_000
-EARLY_DRAWS = 4000
+LogDensity = Callable[[Tensor], Tensor]
+
 # With a smaller effective share than this, the draws say less of the posterior than q(ϑ) does.
 SMALLEST_SHARE = 0.05
 NUM_STEPS = 100
@@ -42,11 +38,7 @@ class Pool(NamedTuple):
 
 
 def refit_theta(
-    model: StateSpaceModel,
-    q: VariationalPosterior,
-    grid: Grid,
-    generator: torch.Generator,
-    last: bool = True,
+    flow: MAF, log_p: LogDensity, draws: int, generator: torch.Generator
 ) -> Float[Tensor, "tails theta"] | None:
     r"""Fit q(ϑ) to draws weighted by the posterior; q(x | ϑ) stays.
 
@@ -55,35 +47,35 @@ def refit_theta(
     :math:`KL(p\|q) + 0.1\,KL(q\|p)` of the ϑ-marginals, the first by importance weights (the wake
     phase of Bornschein and Bengio 2015), the second by the bound's own log weights: it keeps q(ϑ)
     from where q(x | ϑ) has broken down. Repeated, with steps between, it walks into tails of which
-    the first draws saw only the beginning; so all but the ``last`` make do with fewer draws.
+    the first draws saw only the beginning.
+
+    Args:
+        flow: q(ϑ).
+        log_p: log p(ϑ, y), or an estimate of it such as ``log_ratio``'s.
+        draws: How many.
+        generator: Of the draws.
 
     Returns:
         Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where the
         draws count as a share below ``SMALLEST_SHARE`` and nothing changes.
     """
-    n = LAST_DRAWS if last else EARLY_DRAWS
-    pool = draw_pool(model, q, grid, n, generator)
+    pool = draw_pool(flow, log_p, draws, generator)
     weight = truncated(pool.log_weight)
-    if not weight.sum().square() >= SMALLEST_SHARE * n * weight.square().sum():
+    if not weight.sum().square() >= SMALLEST_SHARE * draws * weight.square().sum():
         return None
-    fit_to(q.theta_flow, pool, weight, generator)
-    return tails(q.theta_flow, pool, generator)
+    fit_to(flow, pool, weight, generator)
+    return tails(flow, pool, generator)
 
 
 @torch.no_grad()
-def draw_pool(
-    model: StateSpaceModel,
-    q: VariationalPosterior,
-    grid: Grid,
-    n: int,
-    generator: torch.Generator,
-) -> Pool:
+def draw_pool(flow: MAF, log_p: LogDensity, n: int, generator: torch.Generator) -> Pool:
     """n weighted draws."""
-    noise = stretched(q.draw_theta_noise(n, generator), n // 2)
-    vartheta, log_q_theta = q.theta_flow(noise)
+    loc = flow.loc0
+    noise = torch.randn(n, len(loc), generator=generator, dtype=loc.dtype, device=loc.device)
+    noise = stretched(noise, n // 2)
+    vartheta, log_q_theta = flow(noise)
     log_m = log_q_theta + log_stretched(noise)
-    log_weight = nan_is_no_mass(log_ratio(model, q, grid, vartheta, generator) - log_m)
-    return Pool(vartheta, log_m, log_weight)
+    return Pool(vartheta, log_m, nan_is_no_mass(log_p(vartheta).to(log_m) - log_m))
 
 
 def truncated(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lib.data import Observations
 from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
-from lib.elbo import chunk_size, log_ratio
+from lib.elbo import in_chunks, log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.sde import EulerMaruyama
@@ -80,13 +80,13 @@ class FitResult:
         """n independent draws of (θ, x) from q, with log q and log p(ϑ, x, y), made in chunks."""
         check_count(n)
         generator, grid = _generator(seed), self.observations.grid()
-        parts, q, size = [], self._exact_q, chunk_size(self._exact_q)
-        for first in range(0, n, size):
-            sample = q(q.draw_noise(min(size, n - first), generator))
-            joint = self.model.log_joint(sample.vartheta, sample.x, grid).total
-            log_q = sample.log_q_theta + sample.log_q_x
-            parts.append((sample.vartheta, sample.x, log_q, joint))
-        vartheta, x, log_q, joint = (torch.cat(column) for column in zip(*parts, strict=True))
+        parts, q = [], self._exact_q
+        vartheta, log_q_theta = q.theta_flow(q.draw_theta_noise(n, generator))
+        for part, chain in in_chunks(q, vartheta):
+            x, log_q_x = q.path(q.draw_path_noise(len(part), generator), part, chain)
+            parts.append((x, log_q_x, self.model.log_joint(part, x, grid).total))
+        x, log_q_x, joint = (torch.cat(column) for column in zip(*parts, strict=True))
+        log_q = log_q_theta + log_q_x
         return Draws(self.model.to_theta(vartheta), vartheta, x, log_q, joint, joint - log_q)
 
     def diagnostics(self, n: int = 10_000, seed: int = 0) -> Diagnostics:

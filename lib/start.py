@@ -163,10 +163,10 @@ def _through_data(model: StateSpaceModel, grid: Grid, path: Tensor) -> Tensor:
             anchored[0, column], values[0, column] = 1.0, factor * model.x0_value[state]
         line = interpolate(values[:, [column]], anchored[:, [column]])[:, 0]
         path[:, state] = line / factor
-    return _admissible(model, path)
+    return admissible(model, path)
 
 
-def _admissible(model: StateSpaceModel, path: Tensor) -> Tensor:
+def admissible(model: StateSpaceModel, path: Tensor) -> Tensor:
     """Lift positive components to a small share of their largest value; fill what exploded."""
     path = torch.where(path.isfinite(), path, model.x0_value)
     lowest = SMALLEST_SHARE * path.abs().amax(0).clamp(min=1e-6)

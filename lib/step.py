@@ -29,22 +29,19 @@ class Optimizer:
     Rates and t are tensors, and all state changes in place: a captured step sees the new values.
 
     Args:
-        of_theta: Weights of q(ϑ), for Adam; their learning rate is 0 where q(ϑ) is held.
-        others: Further weights for Adam.
+        adam: Weights for Adam.
         matrices: Weights for Muon, with two dimensions.
     """
 
-    def __init__(
-        self, of_theta: Sequence[Tensor], others: Sequence[Tensor], matrices: Sequence[Tensor]
-    ) -> None:
-        adam, self.stacks = [*of_theta, *others], by_width(list(matrices))
+    def __init__(self, adam: Sequence[Tensor], matrices: Sequence[Tensor]) -> None:
+        adam, self.stacks = list(adam), by_width(list(matrices))
         self.weights = adam + [w for stack in self.stacks for w in stack.matrices]
         self.shapes = [w.shape for w in adam] + [stack.shape for stack in self.stacks]
-        self.num_theta, self.num_adam = (sum(w.numel() for w in ws) for ws in (of_theta, adam))
+        self.num_adam = sum(w.numel() for w in adam)
         whole = self.weights[0].new_zeros(sum(map(prod, self.shapes)))
         self.gradient, self.average, self.move = (torch.zeros_like(whole) for _ in range(3))
         self.square = torch.zeros_like(whole[: self.num_adam])
-        self.count, self.rate, self.theta_rate = whole.new_zeros(3, dtype=torch.float64).unbind()
+        self.count, self.rate = whole.new_zeros(2, dtype=torch.float64).unbind()
         self.gradients, self.moves = self._views(self.gradient), self._views(self.move)
         parts = (self._parts(whole) for whole in (self.gradient, self.average, self.move))
         self.stacked = list(zip(self.stacks, *parts, strict=True))
@@ -53,10 +50,9 @@ class Optimizer:
         """All that a step changes."""
         return [*self.weights, self.average, self.square, self.count]
 
-    def set_rates(self, rate: float, held: bool) -> None:
-        """One learning rate for all; that of q(ϑ) is 0 where it is held."""
+    def set_rate(self, rate: float) -> None:
+        """The learning rate, one for all."""
         self.rate.fill_(rate)
-        self.theta_rate.fill_(0.0 if held else rate)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -70,8 +66,7 @@ class Optimizer:
         good = finite.to(self.gradient)
         self._adam(good)
         self._muon(good)
-        self.move[: self.num_theta] *= good * self.theta_rate
-        self.move[self.num_theta :] *= good * self.rate
+        self.move *= good * self.rate
         torch._foreach_sub_(self.weights, self.moves)
         return 1 - good
 
@@ -107,13 +102,15 @@ class Optimizer:
 
 
 def make_optimizer(q: VariationalPosterior, kind: str) -> Optimizer:
-    """Adam for every weight; or Muon for the matrices of the path's networks, Adam for the rest."""
-    of_theta = list(q.theta_flow.parameters())
+    """Adam for every weight; or Muon for the matrices of the path's networks, Adam for the rest.
+
+    Weights of q(ϑ) are left out where a chain keeps gradients from them.
+    """
     networks = [m for m in q.modules() if isinstance(m, Conditioner | ThetaTaps)]
     matrices = [w for m in networks for w in m.matrices()] if kind == "muon" else []
-    apart = {id(w) for w in of_theta + matrices}
-    others = [w for w in q.parameters() if w.requires_grad and id(w) not in apart]
-    return Optimizer(of_theta, others, matrices)
+    held = q.theta_flow.parameters() if q.family.base else []
+    apart = {id(w) for w in [*matrices, *held]}
+    return Optimizer([w for w in q.parameters() if id(w) not in apart], matrices)
 
 
 def make_step(loss: Step, optimizer: Optimizer) -> Step:

@@ -72,7 +72,7 @@ def rebuild(
     theta = torch.ones(model.num_theta, dtype=torch.float64)
     start = Start(theta, theta, path, path)
     q = VariationalPosterior(model, observations.grid(), family, start, seed=0)
-    q.to(weights["shift"].dtype).load_state_dict(weights)
+    q.to(weights["loc0"].dtype).load_state_dict(weights)
     return q
 
 

@@ -16,16 +16,16 @@ from lib.data import Grid, Observations
 from lib.diagnostics import gap_limit
 from lib.elbo import Elbo, elbo
 from lib.family import Family
+from lib.linear_start import linear_start
 from lib.machine import check_mode, choose_device, settled
-from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
-from lib.refit import refit_theta
 from lib.result import FitResult, History, check_kind, check_seed
 from lib.schedule import WARM_UP_SHARE, judge, refit_steps, schedule, temper
 from lib.ssm import StateSpaceModel
 from lib.start import find_start
 from lib.step import Step, make_optimizer, make_step
 from lib.storage import check_columns, difference, identity, rebuild
+from lib.supply import ThetaSupply
 
 MAX_SKIPPED = 50
 LONG_GRID = 100_000  # steps of dt
@@ -139,7 +139,10 @@ def _start(
     if resume is not None:
         return rebuild(model, observations, family, resume.q.state_dict())
     grid = observations.grid()
-    return VariationalPosterior(model, grid, family, find_start(model, grid, seed), seed)
+    start = find_start(model, grid, seed)
+    if family.base:
+        start = linear_start(model, grid, start, seed)
+    return VariationalPosterior(model, grid, family, start, seed)
 
 
 @dataclass
@@ -152,11 +155,10 @@ class _Run:
     config: FitConfig
     bar: tqdm
     first: int  # steps that q has behind it
-    tails: Tensor | None = None  # noise, once q(ϑ) is refitted
 
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.q, self.config.optimizer)
-        self.kind: tuple[bool, bool] | None = None
+        self.path_gradient: bool | None = None
 
     def train(self, seed: int, clock: float) -> tuple[History, str]:
         """Take ``num_steps`` steps; returns the history and, if it had to stop, why."""
@@ -166,12 +168,15 @@ class _Run:
         trace = torch.full((num_steps,), torch.nan, dtype=torch.float64, device=device)
         seconds, streak = np.zeros(num_steps), torch.zeros((), device=device)
         refits = refit_steps(self.config.refits, num_steps)
+        supply = ThetaSupply(self.model, self.q, self.grid, self.config, generator)
+        if self.q.family.base and not self.first:
+            supply.start()
         self.bar.reset()  # so that the time left is that of the steps
         self.bar.set_description("fit")
         for i in range(num_steps):
             if i in refits:
-                self.refit(generator, last=False)
-            noise = self.draw_noise(generator)
+                supply.refit(last=False)
+            noise = supply.noise()
             reported, skipped = self.take_step(i / num_steps, noise)
             # A skipped step leaves NaN in the trace, where ``judge`` finds it.
             trace[i] = torch.where(skipped > 0, torch.nan, reported)
@@ -182,7 +187,8 @@ class _Run:
                 if streak >= MAX_SKIPPED:
                     stopped = self.broken_term(noise, done)
             if done in refits and done == num_steps and not stopped:
-                self.refit(generator, last=True)
+                self.bar.set_description("fit: refit")
+                supply.refit(last=True)
             seconds[i] = time.perf_counter() - clock
             if stopped:
                 break
@@ -191,13 +197,11 @@ class _Run:
     def take_step(self, share: float, noise: Noise) -> tuple[Tensor, Tensor]:
         """The step after a share of the run: its ELBO, and 1.0 if it had to be skipped."""
         config = self.config
-        rate = config.learning_rate * schedule(share)
-        held = self.tails is not None  # q(ϑ) is refitted, and the bound would narrow it again
-        self.optimizer.set_rates(rate, held)
+        self.optimizer.set_rate(config.learning_rate * schedule(share))
         # Far from the posterior the score is large and its path is long: warm up without.
         path_gradient = config.gradient == "path" and share >= WARM_UP_SHARE
-        if self.kind != (path_gradient, held):
-            self.kind = path_gradient, held
+        if self.path_gradient != path_gradient:
+            self.path_gradient = path_gradient
             self.step = self.new_step()
         alpha = temper(config.tempering, share)
         # Not torch.tensor, which would wait for a GPU.
@@ -207,7 +211,7 @@ class _Run:
 
     def new_step(self) -> Step:
         """The step of this kind; that of the last one, with the memory of its graph, is let go."""
-        step = make_step(partial(self.loss, *self.kind), self.optimizer)
+        step = make_step(partial(self.loss, self.path_gradient), self.optimizer)
         graph = self.config.mode == "cuda_graph"
         return captured(step, self.optimizer.state()) if graph else step
 
@@ -217,29 +221,10 @@ class _Run:
         recent = trace[max(0, done - self.config.log_every) : done].mean()
         self.bar.set_postfix_str(f"ELBO {float(recent):.2f}")
 
-    def refit(self, generator: torch.Generator, last: bool) -> None:
-        """Refit q(ϑ); where that is refused, what an earlier one found stays."""
-        self.bar.set_description("fit: refit")
-        found = refit_theta(self.model, self.q, self.grid, generator, last)
-        self.tails = self.tails if found is None else found
-        self.bar.set_description("fit")
-
-    def draw_noise(self, generator: torch.Generator) -> Noise:
-        """Noise of one step: draws of q, and wider ones whose ϑ lie in its tails."""
-        inner, wide = self.config.num_samples, self.config.wide_samples
-        noise = self.q.draw_noise(inner + wide, generator)
-        if self.tails is None:
-            return noise._replace(theta=stretched(noise.theta, wide))
-        device = self.tails.device
-        chosen = torch.randint(len(self.tails), (wide,), generator=generator, device=device)
-        return noise._replace(theta=torch.cat([noise.theta[:inner], self.tails[chosen]]))
-
-    def loss(
-        self, path_gradient: bool, held: bool, noise: Noise, alpha: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, path_gradient: bool, noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Minus the tempered ELBO, to be minimised, and the ELBO with α = 1, to be reported."""
         wide = self.config.wide_samples
-        bound = elbo(self.model, self.q, self.grid, noise, alpha, path_gradient, wide, held)
+        bound = elbo(self.model, self.q, self.grid, noise, alpha, path_gradient, wide)
         reported = bound.value + (alpha - 1) * bound.log_q_theta.mean()
         return -bound.value - bound.conditional, reported.detach()
 

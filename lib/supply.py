@@ -1,0 +1,98 @@
+"""What the steps of a fit take of ϑ: q(ϑ) refitted, noise of it with its tails, chains."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.config import FitConfig
+from lib.data import Grid
+from lib.elbo import log_ratio
+from lib.maf import stretched
+from lib.posterior import Noise, VariationalPosterior
+from lib.refit import LogDensity, refit_theta
+from lib.smoother import part_of
+from lib.ssm import StateSpaceModel
+
+MOST_STEPS = 20  # whose chains are made together
+START_ROUNDS = 2
+# The last refit decides how good q(ϑ) is; those before it have only to find its tails.
+LAST_DRAWS = 20_000
+EARLY_DRAWS = 4000
+
+
+class ThetaSupply:
+    """Noise for the steps of a fit, of ϑ from q(ϑ) and from its tails, which it refits too.
+
+    Args:
+        model: The model, where and as the fit computes.
+        q: The posterior whose q(ϑ) changes in place.
+        grid: The data.
+        config: How many draws a step takes.
+        generator: Of all noise.
+    """
+
+    def __init__(
+        self,
+        model: StateSpaceModel,
+        q: VariationalPosterior,
+        grid: Grid,
+        config: FitConfig,
+        generator: torch.Generator,
+    ) -> None:
+        self.model, self.q, self.grid, self.generator = model, q, grid, generator
+        self.inner, self.wide = config.num_samples, config.wide_samples
+        self.tails: Float[Tensor, "tails theta"] | None = None
+        self.stock: list[Noise] = []
+
+    def start(self) -> None:
+        """Fit q(ϑ) to the posterior of the linearised model."""
+
+        def log_p(vartheta: Tensor) -> Tensor:
+            linearised, parts = self.q.linearised(), vartheta.split(self.q.chain_batch)
+            evidence = torch.cat([linearised(part)[1] for part in parts])
+            return self.model.log_prior(vartheta) + evidence
+
+        for _ in range(START_ROUNDS):
+            self._refit(log_p, EARLY_DRAWS)
+
+    def refit(self, last: bool) -> None:
+        """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""
+
+        def log_p(vartheta: Tensor) -> Tensor:
+            return log_ratio(self.model, self.q, self.grid, vartheta, self.generator)
+
+        self._refit(log_p, LAST_DRAWS if last else EARLY_DRAWS)
+
+    def _refit(self, log_p: LogDensity, draws: int) -> None:
+        """Where a refit is refused, what an earlier one found stays."""
+        found = refit_theta(self.q.theta_flow, log_p, draws, self.generator)
+        self.tails = self.tails if found is None else found
+        self.stock.clear()
+
+    def noise(self) -> Noise:
+        """Of one step: draws of q, and wider ones whose ϑ lie in its tails."""
+        if not self.stock:
+            self._restock()
+        part = self.stock.pop()
+        return part._replace(path=self.q.draw_path_noise(len(part.theta), self.generator))
+
+    def _restock(self) -> None:
+        """ϑ of the next steps: to make many chains at a time costs little more than to make one."""
+        size, chain = self.inner + self.wide, self.q.family.base
+        count = max(1, min(MOST_STEPS, self.q.chain_batch // size)) if chain else 1
+        theta = torch.cat([self._theta(size) for _ in range(count)])
+        with torch.no_grad():
+            chain = self.q.chain(self.q.theta_flow(theta)[0]) if chain else None
+        for first in range(0, len(theta), size):
+            own = None if chain is None else part_of(chain, first, size)
+            # The path's noise is longer: it is drawn when it is needed.
+            self.stock.append(Noise(theta[first : first + size], theta.new_empty(0, 0, 0), own))
+
+    def _theta(self, size: int) -> Float[Tensor, "mc theta"]:
+        """Noise of ϑ of one step."""
+        theta = self.q.draw_theta_noise(size, self.generator)
+        if self.tails is None:
+            return stretched(theta, self.wide)
+        many, device = len(self.tails), self.tails.device
+        chosen = torch.randint(many, (self.wide,), generator=self.generator, device=device)
+        return torch.cat([theta[: self.inner], self.tails[chosen]])
