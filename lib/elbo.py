@@ -1,5 +1,6 @@
 """The evidence lower bound with its named terms (eqs. 5, 14-16, slips corrected)."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
+from lib.diagnostics import nan_is_no_mass
 from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.smoother import Chain, part_of
@@ -98,10 +100,19 @@ def log_ratio(
     grid: Grid,
     vartheta: Float[Tensor, "mc theta"],
     generator: torch.Generator,
+    common: int = 0,
 ) -> Float[Tensor, " mc"]:
-    """log p(ϑ, x, y) − log q(x | ϑ) at any ϑ, with one path drawn for each, in chunks."""
-    parts = []
+    """log p(ϑ, x, y) − log q(x | ϑ) at any ϑ, with one path drawn for each, in chunks.
+
+    With ``common`` it is the log mean over so many paths, of noise that all ϑ share: how it differs
+    from ϑ to ϑ is then less noisy, and all are off by about the same.
+    """
+    shared, values = q.draw_path_noise(common, generator), []
     for part, chain in in_chunks(q, vartheta):
-        x, log_q_x = q.path(q.draw_noise(len(part), generator).path, part, chain)
-        parts.append(model.log_joint(part, x, grid).total - log_q_x)
-    return torch.cat(parts)
+        noises = [z.expand(len(part), -1, -1) for z in shared]
+        ratios = []
+        for noise in noises or [q.draw_path_noise(len(part), generator)]:
+            x, log_q_x = q.path(noise, part, chain)
+            ratios.append(model.log_joint(part, x, grid).total - log_q_x)
+        values.append(torch.logsumexp(nan_is_no_mass(torch.stack(ratios)), 0))
+    return torch.cat(values) - math.log(max(common, 1))

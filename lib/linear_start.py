@@ -1,47 +1,77 @@
-"""A better start: the posterior of the linearised model, by adaptive importance sampling."""
+"""A better start: the posterior under the linearised model, by adaptive importance sampling."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.linearised import Linearised, range_map
+from lib.diagnostics import ess_fraction, nan_is_no_mass
+from lib.elbo import log_ratio
+from lib.family import Family
+from lib.posterior import VariationalPosterior
 from lib.ssm import StateSpaceModel
 from lib.start import Start, admissible
 
 NUM_DRAWS = 500
-NUM_ROUNDS = 12
-FREEDOM = 5.0  # of Student's t, the proposal
+MOST_ROUNDS = 12
+FREEDOM = 5  # of Student's t, the proposal
 SMALLEST_SHARE = 0.1  # effective, to which weights are tempered
+ENOUGH = 0.3  # effective share of a round that is the last
+COMMON = 4  # paths for each ϑ
+SHARES = (1.0, 0.4)  # of the way to the mean path
+NUM_PATHS = 64  # to compare paths by
+PLAIN = Family(num_flows=0, theta_flows=0)  # q(x | ϑ) is the smoother alone
 
 
 @torch.no_grad()
 def linear_start(model: StateSpaceModel, grid: Grid, start: Start, seed: int) -> Start:
-    """ϑ and its spread under the linearised model, and the mean path there.
+    """ϑ and its spread, and the path about which the model is best linearised.
 
     Rounds of draws from a Student t with the weighted moments of the round before (Oh and Berger
-    1992); the model is linearised anew about the mean path of each (iterated Kalman smoother, Bell
-    1994). Where no draw has any mass the start stays as it is.
+    1992). A weight is that of the smoother's own paths under the model itself, from noise common to
+    all ϑ: the linearised model's evidence would be wrong where its path is far from ``start.path``.
+    Before each round the path goes towards the smoother's mean (iterated Kalman smoother, Bell
+    1994), if draws about it are then likelier. Where no draw has mass the start stays as it is.
     """
-    first = 0 if model.x0_random else 1
-    to_range = range_map(model, len(grid.t) - first)
-    path, mean, tril = start.path, start.vartheta, torch.diag(start.vartheta_sd)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(NUM_ROUNDS):
-        loc = to_range.inverse(path[first:])
-        linearised = Linearised(model, grid, loc)
-        vartheta, log_proposal = _student(mean, tril, generator)
-        log_weight = model.log_prior(vartheta) + linearised(vartheta)[1] - log_proposal
-        weight = _tempered(log_weight.nan_to_num(-torch.inf, -torch.inf, -torch.inf))
+    tril, generator = torch.diag(start.vartheta_sd), torch.Generator().manual_seed(seed)
+    for k in range(MOST_ROUNDS):
+        start = _best_path(model, grid, start, seed + k)
+        q = VariationalPosterior(model, grid, PLAIN, start, 0)
+        vartheta, log_proposal = _student(start.vartheta, tril, generator)
+        log_p = log_ratio(model, q, grid, vartheta, generator, COMMON)
+        log_weight = nan_is_no_mass(log_p - log_proposal)
+        weight = _tempered(log_weight)
         if weight is None:
             break
         mean = weight @ vartheta
         centred = weight.sqrt()[:, None] * (vartheta - mean)
         tril = torch.linalg.cholesky(centred.T @ centred)
-        chain, _ = linearised(mean[None])
-        new = to_range(loc + chain.mean[..., 0].T)[0]
-        path = admissible(model, torch.cat([path[:first], new]))
-    return start._replace(vartheta=mean, vartheta_sd=tril.square().sum(1).sqrt(), path=path)
+        start = start._replace(vartheta=mean, vartheta_sd=tril.square().sum(1).sqrt())
+        if ess_fraction(log_weight) > ENOUGH:
+            break
+    return start
+
+
+def _best_path(model: StateSpaceModel, grid: Grid, start: Start, seed: int) -> Start:
+    """The start's path, or that on the way to the smoother's mean whose draws are likeliest."""
+    q = VariationalPosterior(model, grid, PLAIN, start, 0)
+    move = q.chain(start.vartheta[None]).mean[..., 0].T
+    best, highest = start, _merit(model, grid, start, seed)
+    for share in SHARES:
+        x = q.with_x0(q.to_range(q.loc0 + share * move)[0][None])[0]
+        other = start._replace(path=admissible(model, x))
+        merit = _merit(model, grid, other, seed)
+        if merit > highest:
+            best, highest = other, merit
+    return best
+
+
+def _merit(model: StateSpaceModel, grid: Grid, start: Start, seed: int) -> Tensor:
+    """Median log weight of paths drawn at the start's ϑ, its model linearised about its path."""
+    q = VariationalPosterior(model, grid, PLAIN, start, 0)
+    vartheta = start.vartheta.expand(NUM_PATHS, -1)
+    value = log_ratio(model, q, grid, vartheta, torch.Generator().manual_seed(seed))
+    return nan_is_no_mass(value).median()
 
 
 def _student(
@@ -49,9 +79,8 @@ def _student(
 ) -> tuple[Float[Tensor, "mc theta"], Float[Tensor, " mc"]]:
     """Draws of the multivariate t, and their log density up to a constant."""
     d = len(mean)
-    noise = torch.randn(NUM_DRAWS, d + int(FREEDOM), generator=generator, dtype=mean.dtype)
-    chi2 = noise[:, d:].square().sum(1)
-    z = noise[:, :d] * (FREEDOM / chi2).sqrt()[:, None]
+    noise = torch.randn(NUM_DRAWS, d + FREEDOM, generator=generator, dtype=mean.dtype)
+    z = noise[:, :d] * (FREEDOM / noise[:, d:].square().sum(1)).sqrt()[:, None]
     return mean + z @ tril.T, -0.5 * (FREEDOM + d) * torch.log1p(z.square().sum(1) / FREEDOM)
 
 
@@ -62,7 +91,7 @@ def _tempered(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"] | None:
     power = 1.0
     while power > 1e-6:
         weight = torch.softmax(power * log_weight.clamp(min=-1e30), 0)
-        if 1 / weight.square().sum() >= SMALLEST_SHARE * NUM_DRAWS:
+        if 1 / weight.square().sum() >= SMALLEST_SHARE * len(weight):
             return weight
         power *= 0.7
     return None

@@ -82,19 +82,19 @@ class Linearised:
         self.largest = mean_sd(grid)[1].to(x)
 
     @torch.no_grad()
-    def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> tuple[Chain, Float[Tensor, " mc"]]:
-        """The chain of u − loc for each ϑ, and log p(y | ϑ), both of the linearised model."""
+    def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Chain:
+        """The chain of u − loc for each ϑ."""
         theta = self.model.to_theta(vartheta.double())
         sigma = self.model.observation.scale(self.model.named(theta))
         # Noise beyond the spread of the data would leave the path to wander where none can go.
         sigma = torch.minimum(sigma.expand(len(theta), self.y.shape[1]), self.largest)
         readings = Readings(self.y, self.H, sigma.square().mT, self.seen)
-        chain, log_p = smooth(self.transitions(theta), readings)
+        chain = smooth(self.transitions(theta), readings)
         if self.fixed is not None:
             for part in (chain.log_diag, chain.mean, chain.log_sd):
                 part[:, 0].masked_fill_(self.fixed[:, None], 0.0)
             chain.a[:, :, 0].masked_fill_(self.fixed[:, None, None], 0.0)
-        return chain, log_p
+        return chain
 
     def transitions(self, theta: Float[Tensor, "mc theta"]) -> Transitions:
         """Of u − loc."""

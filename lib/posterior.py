@@ -157,8 +157,7 @@ class VariationalPosterior(nn.Module):
         """The chain of q(x | ϑ) at these ϑ; None for a family without."""
         if not self.family.base:
             return None
-        chain, _ = self.linearised()(vartheta)
-        return Chain(*(part.to(self.loc0.dtype) for part in chain))
+        return Chain(*(part.to(self.loc0.dtype) for part in self.linearised()(vartheta)))
 
     def draw_noise(self, n: int, generator: torch.Generator) -> Noise:
         """n standard normal draws, in the dtype and on the device of the weights."""
@@ -237,7 +236,7 @@ class VariationalPosterior(nn.Module):
         u = self.loc0 + z.permute(2, 1, 0)
         x, log_slope = self.to_range(u)
         log_q = (log_q.permute(2, 1, 0) - log_slope) * self.free
-        return self._with_x0(x), log_q.sum((-2, -1)), u
+        return self.with_x0(x), log_q.sum((-2, -1)), u
 
     @property
     def mask(self) -> Float[Tensor, "state time 1"] | None:
@@ -261,7 +260,7 @@ class VariationalPosterior(nn.Module):
             for i, layer in enumerate(self.layers)
         ]
 
-    def _with_x0(self, x: Tensor) -> Tensor:
+    def with_x0(self, x: Tensor) -> Tensor:
         """Put what is fixed of x_0 in front of, or into, the path."""
         if self.first == 1:
             # On the flows' order of axes, so that the values stay where they are.

@@ -1,6 +1,5 @@
 """Kalman filter and backward kernels of a linear-Gaussian model, one for each ϑ of a batch."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -48,8 +47,8 @@ class Readings(NamedTuple):
     seen: list[list[int]]
 
 
-def smooth(model: Transitions, data: Readings) -> tuple[Chain, Float[Tensor, " mc"]]:
-    r"""The chain of u given the data, and log p(y), by one run forward in time.
+def smooth(model: Transitions, data: Readings) -> Chain:
+    r"""The chain of u given the data, by a run forward in time and one back.
 
     With m, P the filtered moments and :math:`S = F P F' + Q` the next predicted covariance,
 
@@ -59,7 +58,6 @@ def smooth(model: Transitions, data: Readings) -> tuple[Chain, Float[Tensor, " m
     operations for one ϑ as for some hundred.
     """
     gains, shifts, rests = [], [], []
-    log_p = torch.zeros_like(model.c[0, 0])
     F, c, Q = model.F.unbind(), model.c.unbind(), model.Q.unbind()
     m, P = c[0], Q[0]
     for i, seen in enumerate(data.seen):
@@ -80,7 +78,6 @@ def smooth(model: Transitions, data: Readings) -> tuple[Chain, Float[Tensor, " m
             # Joseph's form: what a reading of next to no noise leaves stays positive.
             kept = kept - (kept * h).sum(1)[:, None] * gain
             P = kept + gain[:, None] * gain * data.r[k]
-            log_p = log_p - 0.5 * (miss.square() / s + s.log() + math.log(2 * math.pi))
     means, variances = [m], [P]
     for A, b, V in zip(gains[::-1], shifts[::-1], rests[::-1], strict=True):
         means.append(b + _apply(A, means[-1]))
@@ -90,7 +87,7 @@ def smooth(model: Transitions, data: Readings) -> tuple[Chain, Float[Tensor, " m
     sd = variance.diagonal().permute(2, 0, 1).clamp(min=torch.finfo(V.dtype).tiny).sqrt()
     later = torch.cat([sd[:, 1:], sd[:, -1:]], 1)
     entries, log_diag = _cholesky(V / (sd[:, None] * sd[None]))
-    return Chain(a * later[None] / sd[:, None], entries, log_diag, mean, sd.log()), log_p
+    return Chain(a * later[None] / sd[:, None], entries, log_diag, mean, sd.log())
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from torch import Tensor
 from lib.config import FitConfig
 from lib.data import Grid
 from lib.elbo import log_ratio
+from lib.linear_start import COMMON
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
-from lib.refit import LogDensity, refit_theta
+from lib.refit import refit_theta
 from lib.smoother import part_of
 from lib.ssm import StateSpaceModel
 
@@ -45,26 +46,21 @@ class ThetaSupply:
         self.stock: list[Noise] = []
 
     def start(self) -> None:
-        """Fit q(ϑ) to the posterior of the linearised model."""
-
-        def log_p(vartheta: Tensor) -> Tensor:
-            linearised, parts = self.q.linearised(), vartheta.split(self.q.chain_batch)
-            evidence = torch.cat([linearised(part)[1] for part in parts])
-            return self.model.log_prior(vartheta) + evidence
+        """Fit q(ϑ) before any training, by weights too rough to be used without common noise."""
 
         for _ in range(START_ROUNDS):
-            self._refit(log_p, EARLY_DRAWS)
+            self._refit(EARLY_DRAWS, COMMON)
 
     def refit(self, last: bool) -> None:
         """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""
+        self._refit(LAST_DRAWS if last else EARLY_DRAWS)
+
+    def _refit(self, draws: int, common: int = 0) -> None:
+        """Where a refit is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:
-            return log_ratio(self.model, self.q, self.grid, vartheta, self.generator)
+            return log_ratio(self.model, self.q, self.grid, vartheta, self.generator, common)
 
-        self._refit(log_p, LAST_DRAWS if last else EARLY_DRAWS)
-
-    def _refit(self, log_p: LogDensity, draws: int) -> None:
-        """Where a refit is refused, what an earlier one found stays."""
         found = refit_theta(self.q.theta_flow, log_p, draws, self.generator)
         self.tails = self.tails if found is None else found
         self.stock.clear()
