@@ -77,12 +77,11 @@ VARIANTS = [
     *(Variant(f"k {k}", {}, {"receptive_field": k}) for k in (5, 20)),
     Variant("m 2", {}, {"num_flows": 2}),
     Variant("no base", {}, {"base": False}),
+    Variant("no base, unit 100", {}, {"base": False, "unit": 100.0}, ("sir",)),
     Variant("no taps", {}, {"taps": False}),
     Variant("no coupling", {}, {"coupling": False}, ("sir",)),
     Variant("theta raw", {}, {"standardise_theta": False}),
     Variant("features past", {}, {"features": "past"}),
-    Variant("scaling constant", {}, {"scaling": "constant"}),
-    Variant("scaling constant, unit 100", {}, {"scaling": "constant", "unit": 100.0}, ("sir",)),
     Variant("gate sigmoid", {}, {"gate": "sigmoid", "coupling": False}, note=TOGETHER),
     *paper_grid(),
 ]

@@ -16,7 +16,7 @@ from lib import plots
 
 SEEDS = range(5)
 DEFAULT = lib.FitConfig()
-LENGTHS = sorted({500, 700, 1000, 1500, DEFAULT.num_steps})
+LENGTHS = sorted({50, 250, 500, 1000, DEFAULT.num_steps})
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
 ABOUT = (
@@ -60,7 +60,7 @@ def guide(name: str, title: str, rate: float) -> Method:
 
 
 # Our fit with its default options but for the number of its steps.
-FITS = {"method": "ours", "refits": DEFAULT.refits, "steps": LENGTHS, "draws": 20_000}
+FITS = {"method": "ours", "refits": DEFAULT.refits, "steps": LENGTHS, "draws": 60_000}
 CHAINS = {"method": "filter MH", "chains": 64, "warmup": 500, "draws": 2000}
 PARTICLES = {"method": "particle MH", "chains": 16, "particles": 100, "warmup": 500, "draws": 2000}
 METHODS = [

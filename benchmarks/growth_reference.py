@@ -20,7 +20,7 @@ from scipy.stats import norm
 import lib
 
 WIDTH = 0.5  # of a kernel, in posterior sds
-PRIOR_SHARE = 0.1  # of the proposal: the left tail of log σ is the prior's
+PRIOR_SHARE = 0.1  # of the proposal: the left tail of log σ is the prior's, that of log σ alone
 BATCHES = 10
 
 
@@ -51,24 +51,25 @@ def particles(spec: pool.Spec) -> pool.Result:
     rng, n = np.random.default_rng(spec["seed"]), spec["draws"]
     y = growth_problems.problem("sir", spec["size"]).observations.y[:, 0].numpy()
     plan = Plan(y, steps=round(1 / spec["size"]), dt=spec["size"])
-    kernels = _kernels()
-    prior = PRIOR_SD["sir"] * rng.standard_normal((n, 3))
-    chosen = rng.random((n, 1)) < PRIOR_SHARE
-    vartheta = np.where(chosen, prior, kernels.sample(n, rng))
-    log_prior = norm.logpdf(vartheta, 0, PRIOR_SD["sir"]).sum(-1)
-    each = [log_prior, kernels.log_prob(vartheta)]
-    log_weight = log_prior - logsumexp(each, axis=0, b=[[PRIOR_SHARE], [1 - PRIOR_SHARE]])
+    kernels, rates = _kernels()
+    vartheta, sd = kernels.sample(n, rng), PRIOR_SD["sir"]
+    chosen = rng.random(n) < PRIOR_SHARE
+    vartheta[chosen, 2] = sd * rng.standard_normal(chosen.sum())
+    log_prior = norm.logpdf(vartheta, 0, sd)
+    each = [rates.log_prob(vartheta[:, :2]) + log_prior[:, 2], kernels.log_prob(vartheta)]
+    log_weight = log_prior.sum(-1) - logsumexp(each, axis=0, b=[[PRIOR_SHARE], [1 - PRIOR_SHARE]])
     parts = np.array_split(vartheta, -(-n * spec["particles"] // CELLS))
     filtered = [particle_filter(Outbreak(part), plan, spec["particles"], rng) for part in parts]
     log_weight += np.concatenate([f.log_likelihood for f in filtered])
     return _judged(vartheta, np.exp(log_weight - logsumexp(log_weight)))
 
 
-def _kernels() -> Kernels:
-    """About the kept draws."""
+def _kernels() -> tuple[Kernels, Kernels]:
+    """About the kept draws; the same without log σ."""
     path = lib.data_path("reference/sir_outbreaks_draws.csv")
     centres = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 1, 2))[::4]
-    return Kernels(centres, WIDTH * np.linalg.cholesky(np.cov(centres.T)))
+    tril = WIDTH * np.linalg.cholesky(np.cov(centres.T))
+    return Kernels(centres, tril), Kernels(centres[:, :2], tril[:2, :2])
 
 
 def _judged(vartheta: Array, weight: Array) -> pool.Result:

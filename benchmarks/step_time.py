@@ -18,9 +18,10 @@ from tqdm.auto import tqdm
 
 import lib
 from lib import train
+from lib.supply import ThetaSupply
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linalg_solve_triangular")
-SHARE = 0.5  # of the run that the step is taken at: warmed up, q(ϑ) not held, the dearest kind
+SHARE = 0.5  # of the run that the step is taken at: warmed up, the dearest kind
 
 
 class Step(NamedTuple):
@@ -72,7 +73,10 @@ def size(leaf: object) -> int:
 def make_step(
     name: str, num_obs: int | None, config: lib.FitConfig, device: str, compiled: bool = False
 ) -> Step:
-    """The step of a fit of ``problems.problem(name, num_obs)``, with fresh noise at each call."""
+    """The step of a fit of ``problems.problem(name, num_obs)``, with fresh noise at each call.
+
+    Its chains, which a fit makes for many steps at a time, are made here once and are not counted.
+    """
     model, observations = problem(name, num_obs)
     dtype = train.DTYPES[config.dtype]
     q = train._start(model, observations, config.family, 0, None).to(device, dtype)
@@ -80,9 +84,15 @@ def make_step(
     run = train._Run(model.to(dtype, device), q, grid, config, tqdm(disable=True), 0)
     generator = torch.Generator(device).manual_seed(0)
     if compiled:
-        run.kind = (config.gradient == "path", False)
+        run.path_gradient = config.gradient == "path"
         run.step = torch.compile(run.new_step())
-    return Step(lambda: run.take_step(SHARE, run.draw_noise(generator)), run)
+    noise = ThetaSupply(run.model, q, grid, config, generator).noise()
+    size = len(noise.theta)
+
+    def call() -> object:
+        return run.take_step(SHARE, noise._replace(path=q.draw_path_noise(size, generator)))
+
+    return Step(call, run)
 
 
 @torch.no_grad()

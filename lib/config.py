@@ -36,7 +36,8 @@ class FitConfig:
         num_steps: Optimiser steps; the run is exactly that long, because the decay needs it.
         num_samples: Monte Carlo draws n of each step.
         wide_samples: Further draws, which train q(x | ϑ) alone at ϑ from the tails of q(ϑ).
-        refits: Rounds, 5 at most, in which q(ϑ) is fitted to weighted draws, the last at the end.
+        refits: Rounds, 5 at most, in which q(ϑ) is fitted to weighted draws, the last at the end;
+            with the chain of ``Family.base`` there is one more before the first step.
         learning_rate: Peak, 1 at most, reached after a warm-up, then cosine decay.
         optimizer: ``"muon"`` for the matrices of the path's networks and Adam for the rest, or
             ``"adam"`` for all.
@@ -50,11 +51,11 @@ class FitConfig:
 
     dtype: str = "float32"
     threads: int = 1
-    num_steps: int = 2700
+    num_steps: int = 2000
     num_samples: int = 20
     learning_rate: float = 1e-2
     wide_samples: int = 9
-    refits: int = 3
+    refits: int = 2
     optimizer: str = "muon"
     gradient: str = "path"
     tempering: float = 1.0

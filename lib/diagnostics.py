@@ -178,7 +178,7 @@ def log_mean(log_weight: Float[Tensor, " mc"]) -> float:
     return float(torch.logsumexp(log_weight, 0)) - math.log(len(log_weight))
 
 
-def nan_is_no_mass(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
+def nan_is_no_mass(log_weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """Log weights with −∞ for nan: far out the drift may overflow, and p gives no mass there."""
     return log_weight.nan_to_num(-torch.inf, torch.inf, -torch.inf)
 

@@ -11,9 +11,10 @@ from lib.smoother import Chain, Readings, Transitions, smooth
 from lib.ssm import StateSpaceModel
 from lib.state_map import StateMap
 
-STEP = 1e-6  # of central differences
+STEP = 1e-4  # of central differences: exact but for rounding where the drift is linear
 SMALLEST_SHARE = 1e-3  # of itself that a reading leaves of a positive state
-NUM_X0 = 1000
+NUM_X0 = 10_000
+LARGEST = 2.0  # σ, in units of the spread of the data
 
 
 def range_map(model: StateSpaceModel, num_times: int, unit: float | int = 1.0) -> StateMap:
@@ -32,8 +33,8 @@ class Linearised:
 
     and its Euler step is :math:`u_i = u_{i-1} + a_u\,dt + N(0, β_u\,dt)`, a_u linear and β_u
     constant about loc. A reading is linearised at the nearest state that has it exactly: where its
-    noise tends to 0, x is pinned to what was read. For a linear drift, constant β and states on the
-    whole line nothing of this is an approximation.
+    noise tends to 0, x is pinned to what was read. For a linear drift, constant β, real states and
+    a known x_0 nothing of this is an approximation; a random u_0 counts as a normal.
 
     Args:
         model: Any model; it is used in float64.
@@ -57,6 +58,7 @@ class Linearised:
         else:
             x[0] = torch.where(self.fixed, self.model.x0_value, x[0])
             self.u_before, self.u_after = self.loc[:-1], self.loc[1:]
+            self.prior = self._prior_of_start()
         self.map_before = self._map(len(self.u_before))
         self._read(grid, x)
 
@@ -79,7 +81,7 @@ class Linearised:
         rest = y - near @ F + torch.einsum("tos,ts->to", self.H, (u - self.loc) * free)
         self.y = torch.where(observed > 0, rest, 0.0)
         self.seen = [row.nonzero()[:, 0].tolist() for row in observed.cpu()]
-        self.largest = mean_sd(grid)[1].to(x)
+        self.largest = LARGEST * mean_sd(grid)[1].to(x)
 
     @torch.no_grad()
     def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Chain:
@@ -109,9 +111,10 @@ class Linearised:
         c = (u + self.dt * here[0] - self.u_after).permute(1, 2, 0)
         Q = self.dt * beta[0].expand(mc, n, p, p).permute(1, 2, 3, 0)
         if self.fixed is not None:
-            mean, variance = self._prior_of_start(mc)
-            F = torch.cat([torch.zeros_like(variance), F])
-            c, Q = torch.cat([mean, c]), torch.cat([variance, Q])
+            mean, variance = (part[None, ..., None] for part in self.prior)
+            F = torch.cat([torch.zeros_like(F[:1]), F])
+            c = torch.cat([mean.expand_as(c[:1]), c])
+            Q = torch.cat([variance.expand_as(Q[:1]), Q])
         return Transitions(F.contiguous(), c.contiguous(), Q.contiguous())
 
     def _ito(self, u: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,11 +129,9 @@ class Linearised:
         bend = (self.map_before(u + STEP)[1] - self.map_before(u - STEP)[1]) / (2 * STEP)
         return drift - 0.5 * bend * beta.diagonal(dim1=-2, dim2=-1), beta
 
-    def _prior_of_start(self, mc: int) -> tuple[Tensor, Tensor]:
-        """Median of u_0 − loc and its spread squared, as of a normal; (1, p, mc), (1, p, p, mc)."""
+    def _prior_of_start(self) -> tuple[Float[Tensor, " state"], Float[Tensor, "state state"]]:
+        """Median of u_0 − loc and its spread squared, as of a normal."""
         x0 = self.model.sample_x0(NUM_X0, seed=0).to(self.loc)
         u = torch.where(self.fixed, self.loc[0], self._map(1).inverse(x0[:, None])[:, 0])
         low, median, high = u.quantile(torch.tensor([0.16, 0.5, 0.84]).to(u), dim=0)
-        variance = torch.diag((0.5 * (high - low)).square())
-        mean = (median - self.loc[0])[None, :, None].expand(-1, -1, mc)
-        return mean, variance[None, ..., None].expand(-1, -1, -1, mc)
+        return median - self.loc[0], torch.diag((0.5 * (high - low)).square())

@@ -136,8 +136,8 @@ class Conditioner(nn.Module):
             nn.init.zeros_(self.skip.bias)
             # As in ThetaTaps: one step of Adam on all weights together stays small.
             self.skip_gain = num_features**-0.5
-        # A small last layer: the flow starts as the fixed map that `initial` describes.
-        nn.init.normal_(self.out.weight, std=0.01 * hidden[-1] ** -0.5)
+        # The flow starts as the fixed map that `initial` describes.
+        nn.init.zeros_(self.out.weight)
         with torch.no_grad():
             self.out.bias.copy_(torch.as_tensor(initial))
 

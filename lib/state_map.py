@@ -68,7 +68,7 @@ class StateMap(nn.Module):
             x, log_slope = self.bounds.to_natural(x), log_slope + self.bounds.log_slope(x)
         return x, log_slope
 
-    def inverse(self, x: Float[Tensor, "time state"]) -> Float[Tensor, "time state"]:
+    def inverse(self, x: Float[Tensor, "*draws time state"]) -> Float[Tensor, "*draws time state"]:
         """u from x; a first state beyond the bounds of x_0 is taken for one just inside."""
         if self.narrow:
             x = self.bounds.to_unconstrained(self.bounds.inside(x)) - self.end

@@ -15,10 +15,10 @@ from lib.smoother import part_of
 from lib.ssm import StateSpaceModel
 
 MOST_STEPS = 20  # whose chains are made together
-START_ROUNDS = 2
 # The last refit decides how good q(ϑ) is; those before it have only to find its tails.
 LAST_DRAWS = 20_000
 EARLY_DRAWS = 4000
+START_DRAWS = 1000
 
 
 class ThetaSupply:
@@ -48,8 +48,7 @@ class ThetaSupply:
     def start(self) -> None:
         """Fit q(ϑ) before any training, by weights too rough to be used without common noise."""
 
-        for _ in range(START_ROUNDS):
-            self._refit(EARLY_DRAWS, COMMON)
+        self._refit(START_DRAWS, COMMON)
 
     def refit(self, last: bool) -> None:
         """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""

@@ -157,11 +157,11 @@ def known_model(x0: object, F: list, sigma: float) -> lib.StateSpaceModel:
 
 
 def short_fit(
-    model: lib.StateSpaceModel, obs: lib.Observations, num_steps: int, **family: object
+    model: lib.StateSpaceModel, obs: lib.Observations, num_steps: int, refits: int, **family: object
 ) -> lib.FitResult:
-    """A Gauss-Markov base and few flows of ϑ: enough for what is normal, or nearly so."""
+    """The chain and few flows of ϑ: enough for what is normal, or nearly so."""
     small = lib.Family(**{"num_flows": 0, "theta_flows": 1, "theta_hidden": 16} | family)
-    config = lib.FitConfig(num_steps=num_steps, refits=0, dtype="float64", family=small)
+    config = lib.FitConfig(num_steps=num_steps, refits=refits, dtype="float64", family=small)
     return lib.fit(model, obs, config, device="cpu", progress=False)
 
 
@@ -176,7 +176,7 @@ def test_fit_with_a_normal_x0_has_the_evidence_of_the_forward_filter() -> None:
     model = known_model(Normal(torch.tensor([2.0]), 1.5), [[1.0]], 0.4)
     euler = lib.ou_transition(torch.tensor([0.5, 1.0, 0.8**0.5]), 0.2, exact=False)
     exact = lib.forward_filter(torch.tensor(y), euler, 2.0, 1.5**2, 0.4**2).log_likelihood.item()
-    report = short_fit(model, obs, 200).diagnostics(20_000)
+    report = short_fit(model, obs, 20, 0).diagnostics(20_000)
     assert report.log_evidence == pytest.approx(exact, abs=0.01)
     assert exact - 0.05 < report.elbo < exact + 0.01
 
@@ -193,7 +193,7 @@ def test_fit_with_half_of_x0_random_has_the_exact_evidence_and_x0() -> None:
     of_y = covariance[seen][:, seen]
     exact = MultivariateNormal(mean[seen], of_y).log_prob(value).item()
     x0 = mean[1] + covariance[1, seen] @ torch.linalg.solve(of_y, value - mean[seen])
-    fit = short_fit(model, obs, 200)
+    fit = short_fit(model, obs, 20, 0)
     report, draws = fit.diagnostics(20_000), fit.draws(20_000)
     assert report.log_evidence == pytest.approx(exact, abs=0.01)
     assert exact - 0.05 < report.elbo < exact + 0.01
@@ -218,7 +218,10 @@ X0_LAWS = {
 
 @pytest.mark.parametrize("name", X0_LAWS)
 def test_fit_with_a_positive_x0_has_the_evidence_of_a_quadrature(name: str) -> None:
-    """One step, so (x_0, x_1) is a plane. Kills log h' or p(x_0) left out, or counted twice."""
+    """One step, so (x_0, x_1) is a plane. Kills log h' or p(x_0) left out, or counted twice.
+
+    The noise grows with the state, so the local IAFs have something to learn.
+    """
     obs = lib.Observations([0.0, 0.5], [2.4, 1.6], dt=0.5)
     prior, (law, low, high) = Normal(torch.zeros(2), torch.ones(2)), X0_LAWS[name]
     model = lib.StateSpaceModel(Root(1), lib.GaussianObservation([[1.0]], 0.8), prior, law)
@@ -227,7 +230,7 @@ def test_fit_with_a_positive_x0_has_the_evidence_of_a_quadrature(name: str) -> N
     log_density = log_density + Normal(0.75 * x0 + 0.25, (0.05 * x0).sqrt()).log_prob(x1)
     density = (log_density + Normal(x1, 0.8).log_prob(torch.tensor(1.6))).exp()
     exact = torch.trapezoid(torch.trapezoid(density, x1[0]), x0[:, 0]).log().item()
-    fit = short_fit(model, obs, 150)
+    fit = short_fit(model, obs, 300, 0, num_flows=2)
     report, x0 = fit.diagnostics(20_000), fit.draws(2_000).x[:, 0]
     assert report.log_evidence == pytest.approx(exact, abs=0.01)
     assert exact - 0.05 < report.elbo < exact + 0.01
@@ -250,7 +253,7 @@ class Six(lib.SDE):
 
 def test_data_that_say_nothing_leave_the_prior_of_every_parameter() -> None:
     """σ = 10⁸, 2·10⁴ draws. Kills a Jacobian that is doubled or left out: the mean of Gamma(4, 2)
-    would be that of Gamma(5, 2) or Gamma(3, 2), a quarter off. q(ϑ) itself is 0.1 off in KS."""
+    would be that of Gamma(5, 2) or Gamma(3, 2), a quarter off. q(ϑ) itself is 0.05 off in KS."""
     laws = {
         "gamma": Gamma(4.0, 2.0),
         "lognormal": LogNormal(0.5, 0.4),
@@ -261,7 +264,7 @@ def test_data_that_say_nothing_leave_the_prior_of_every_parameter() -> None:
     }
     obs = lib.Observations([0.1, 0.3], [0.5, 0.5], dt=0.1)
     model = lib.StateSpaceModel(Six(), lib.GaussianObservation([[1.0]], 1e8), laws, [0.5])
-    fit = short_fit(model, obs, 200, theta_flows=2)
+    fit = short_fit(model, obs, 20, 2, theta_flows=2)
     report, theta = fit.diagnostics(20_000), fit.draws(20_000).theta
     evidence = 2 * Normal(0.0, 1e8).log_prob(torch.tensor(0.0)).item()
     assert evidence - 0.3 < report.elbo < evidence + 0.05
@@ -271,7 +274,7 @@ def test_data_that_say_nothing_leave_the_prior_of_every_parameter() -> None:
         assert column.mean().item() == pytest.approx(law.mean.item(), rel=0.08), name
         assert column.std().item() == pytest.approx(law.stddev.item(), rel=0.15), name
         ks = (law.cdf(column.sort().values) - rank).abs().max()
-        assert ks < (0.15 if name == "halfnormal" else 0.05), name
+        assert ks < (0.1 if name == "halfnormal" else 0.05), name
 
 
 def equidistant(num_steps: int, m: int) -> lib.Observations:
@@ -361,7 +364,7 @@ def test_one_parameter_is_fitted():
     model = lib.StateSpaceModel(
         Pull(), lib.GaussianObservation([[1.0]], 0.5), Normal(torch.zeros(1), 1.0), [2.0]
     )
-    config = lib.FitConfig(num_steps=600, refits=0)
+    config = lib.FitConfig(num_steps=600)
     fit = lib.fit(model, lib.Observations(t, y, dt=0.1), config, progress=False)
     assert torch.tensor(fit.history.elbo).isfinite().all()
     points = torch.linspace(-6.0, 6.0, 2001)
@@ -369,6 +372,13 @@ def test_one_parameter_is_fitted():
     found = lib.forward_filter(y, lib.ou_transition(theta, 0.1, exact=False), 2.0, 0.0, 0.25)
     terms = found.log_likelihood + Normal(0.0, 1.0).log_prob(points)
     evidence = torch.logsumexp(terms, 0) + math.log(12 / 2000)
-    report = fit.diagnostics(5000)
+    draws, report = fit.draws(5000), fit.diagnostics(5000)
+    # Of linear drift and constant β the chain is exact: what training does to it can only harm.
+    own = torch.cat([draws.theta, torch.zeros(5000, 1), torch.ones(5000, 1)], 1)
+    of_y = lib.forward_filter(y, lib.ou_transition(own, 0.1, exact=False), 2.0, 0.0, 0.25)
+    log_p_theta = of_y.log_likelihood + Normal(0.0, 1.0).log_prob(draws.vartheta[:, 0])
+    log_q_theta = fit._exact_q.theta_flow.log_prob(draws.vartheta)
+    lost = log_p_theta - log_q_theta - draws.log_weight
+    assert abs(lost.mean()) < 0.02, "KL of q(x | ϑ), in nats"
     assert -4 * report.elbo_se < float(evidence) - report.elbo < 0.1
     assert report.log_evidence == pytest.approx(float(evidence), abs=0.05)

@@ -81,7 +81,7 @@ def paper_posterior(grid: Grid, k: int, x0: object) -> VariationalPosterior:
     )
     path = torch.ones(len(grid.t), 1)
     start = Start(torch.zeros(3), torch.ones(3), path, path)
-    family = Family(features="past", scaling="constant", receptive_field=k)
+    family = Family(features="past", receptive_field=k)
     return VariationalPosterior(model, grid, family, start, seed=0)
 
 

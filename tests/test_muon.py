@@ -61,8 +61,8 @@ def test_a_matrix_moves_as_it_would_alone() -> None:
 def test_steps_are_those_of_torch() -> None:
     """Kills a wrong momentum, scale or sign; torch iterates in bfloat16, hence the tolerance."""
     ours, theirs = make(0), make(0)
-    mine = Optimizer([], [], ours)
-    mine.set_rates(0.1, held=False)
+    mine = Optimizer([], ours)
+    mine.set_rate(0.1)
     reference = torch.optim.Muon(
         theirs, lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", momentum=0.95
     )

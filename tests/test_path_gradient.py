@@ -7,11 +7,12 @@ from torch.testing import assert_close
 
 import lib
 from lib.elbo import elbo
-from lib.gauss_markov import backward_scan
+from lib.gauss_markov import backward_scan, push_chain, run_chain
 from lib.local_iaf import solve_band_transposed
 from lib.maf import stretched
 from lib.path_gradient import find_score, with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
+from lib.smoother import Chain
 from lib.start import find_start
 
 
@@ -56,9 +57,10 @@ X0 = {
 }
 FAMILIES = {
     "study": lib.Family(receptive_field=3, num_flows=3),
-    "no base": lib.Family(receptive_field=3, base=False),
-    "base alone": lib.Family(receptive_field=3, num_flows=0),
+    "no chain": lib.Family(receptive_field=3, base=False),
+    "chain alone": lib.Family(receptive_field=3, num_flows=0),
     "uncoupled": lib.Family(receptive_field=3, coupling=False, taps=False, layers=1),
+    "uncoupled, no chain": lib.Family(3, coupling=False, taps=False, layers=1, base=False),
     "paper": lib.Family.paper(),
 }
 
@@ -93,20 +95,23 @@ def dense_score(q: VariationalPosterior, noise: torch.Tensor, theta: torch.Tenso
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", ["scalar", *X0])
 def test_score_is_that_of_dense_jacobians(case: str, family: str) -> None:
-    """Kills a wrong window, sign, order of time, coupling, tap, gate or mask in any solve."""
+    """Kills a wrong window, sign, order of time, coupling, tap, gate or mask in any solve.
+
+    With the chain no gradient goes through ϑ, so none is asked for; that by x goes through it all.
+    """
     _, q = posterior(case, FAMILIES[family])
     noise = q.draw_noise(2, torch.Generator().manual_seed(3))
     trace = q.trace(noise)
     vartheta, score = trace.sample.vartheta, find_score(q, trace)
     for draw in range(2):
         by_theta, by_x = dense_score(q, noise.path[draw], vartheta[draw].detach())
-        assert_close(score.theta_path[draw], by_theta)
+        assert_close(score.theta_path[draw], 0 * by_theta if q.family.base else by_theta)
         assert_close(score.path[draw].flatten(), by_x)
     inverse = torch.autograd.functional.jacobian(lambda z: q.theta_flow(z)[0].sum(0), noise.theta)
     by_noise = torch.autograd.functional.jacobian(lambda z: q.theta_flow(z)[1].sum(), noise.theta)
     for draw in range(2):
         expected = torch.linalg.solve(inverse[:, draw].mT, by_noise[draw])
-        assert_close(score.theta[draw], expected)
+        assert_close(score.theta[draw], 0 * expected if q.family.base else expected)
 
 
 def gradients(model, q, grid, noise, path_gradient: bool) -> tuple[float, torch.Tensor]:
@@ -118,12 +123,13 @@ def gradients(model, q, grid, noise, path_gradient: bool) -> tuple[float, torch.
     )
 
 
-def test_path_gradient_has_the_same_value_and_the_same_mean() -> None:
+@pytest.mark.parametrize("chain", [True, False])
+def test_path_gradient_has_the_same_value_and_the_same_mean(chain: bool) -> None:
     """Kills a dropped term: over many draws both gradients estimate the same vector.
 
     The bound is tempered, so that log q(ϑ) and log q(x | ϑ) must keep their own parts.
     """
-    model, q = posterior("scalar", lib.Family(receptive_field=2, num_flows=1, hidden=4))
+    model, q = posterior("scalar", lib.Family(2, num_flows=1, hidden=4, base=chain))
     grid, generator = scalar()[1].grid(), torch.Generator().manual_seed(0)
     pairs = []
     for _ in range(60):
@@ -136,9 +142,10 @@ def test_path_gradient_has_the_same_value_and_the_same_mean() -> None:
     assert z.abs().max() < 5 and 0.5 < z[z != 0].square().mean() < 2
 
 
-def test_path_gradient_vanishes_where_q_is_the_posterior() -> None:
+@pytest.mark.parametrize("chain", [True, False])
+def test_path_gradient_vanishes_where_q_is_the_posterior(chain: bool) -> None:
     """Kills a score term that was left in: it alone is noise of order one."""
-    _, q = posterior("scalar", lib.Family(receptive_field=2))
+    _, q = posterior("scalar", lib.Family(receptive_field=2, base=chain))
     noise = q.draw_noise(4, torch.Generator().manual_seed(0))
     trace = q.trace(noise)
     sample, score = with_path_gradient(q, trace), find_score(q, trace)
@@ -157,16 +164,19 @@ def test_no_weight_gets_a_gradient_from_the_score() -> None:
     assert all(w.grad is None for w in q.parameters())
 
 
-@pytest.mark.parametrize("family", ["study", "no base"])
+@pytest.mark.parametrize("family", ["study", "no chain"])
 @pytest.mark.parametrize("name", ["random", "mixed"])
-def test_growth_is_that_of_all_local_flows_and_not_of_the_base(name: str, family: str) -> None:
-    """Kills a growth of the last flow alone, one that the base has a part in, and fixed states."""
+def test_growth_is_that_of_all_local_flows_and_not_of_the_chain(name: str, family: str) -> None:
+    """Kills a growth of the last flow alone, one that the chain has a part in, and fixed states."""
     _, q = posterior(name, FAMILIES[family])
     noise = q.draw_noise(1, torch.Generator().manual_seed(3))
     trace, growth = q.trace(noise), torch.ones(())
     seen, mask = q.seen(trace.sample.vartheta).detach(), q.free.mT[..., None]
     z, free = noise.path.permute(2, 1, 0) * mask, mask.flatten() > 0
-    g = -z.flatten()
+    g = -z
+    if trace.chain is not None:
+        z, g = run_chain(trace.chain, z) * mask, push_chain(trace.chain, g, mask)
+    g = g.flatten()
     for flow in q.flows():
 
         def run(flat: torch.Tensor, flow=flow) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +188,7 @@ def test_growth_is_that_of_all_local_flows_and_not_of_the_base(name: str, family
         before, z = (g - slope)[free], run(z.flatten())[0].detach()
         g = torch.zeros_like(g)
         g[free] = torch.linalg.solve(by_z[free][:, free].mT, before)
-        growth = growth * (1 if flow.flow is q.base else g.norm() / before.norm())
+        growth = growth * g.norm() / before.norm()
     assert_close(find_score(q, trace).growth, growth)
 
 
@@ -197,10 +207,11 @@ def test_a_score_that_grows_along_time_leaves_the_plain_gradient(tap: float) -> 
     assert_close(path, plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", ["study", "no chain"])
 @pytest.mark.parametrize("path_gradient", [False, True])
-def test_wide_draws_train_the_path_alone(path_gradient: bool) -> None:
+def test_wide_draws_train_the_path_alone(path_gradient: bool, family: str) -> None:
     """Kills wide draws that enter the value, pull at q(ϑ), or sit at the wrong ϑ."""
-    model, q = posterior("scalar", FAMILIES["study"])
+    model, q = posterior("scalar", FAMILIES[family])
     grid, noise = scalar()[1].grid(), q.draw_noise(6, torch.Generator().manual_seed(0))
     noise = noise._replace(theta=stretched(noise.theta, 2))
     bound = elbo(model, q, grid, noise, 1.0, path_gradient, wide=2)
@@ -213,12 +224,13 @@ def test_wide_draws_train_the_path_alone(path_gradient: bool) -> None:
     assert_close(bound.conditional, (joint.total - joint.log_prior - log_q_x).sum() / 4)
     bound.conditional.backward()
     assert all(w.grad is None or (w.grad == 0).all() for w in q.theta_flow.parameters())
-    assert q.base.network.out.weight.grad.abs().max() > 0
+    assert q.layers[0].network.out.weight.grad.abs().max() > 0
 
 
-def test_wide_draws_get_the_score_of_their_own_theta() -> None:
+@pytest.mark.parametrize("family", ["study", "no chain"])
+def test_wide_draws_get_the_score_of_their_own_theta(family: str) -> None:
     """Kills a score that stops at a wide ϑ, or that is that of another draw."""
-    _, q = posterior("mixed", FAMILIES["study"])
+    _, q = posterior("mixed", FAMILIES[family])
     noise = q.draw_noise(4, torch.Generator().manual_seed(0))
     noise = noise._replace(theta=stretched(noise.theta, 2))
     wide, plain = (find_score(q, q.trace(noise, count)) for count in (2, 0))
@@ -228,22 +240,26 @@ def test_wide_draws_get_the_score_of_their_own_theta() -> None:
 
 @pytest.mark.parametrize("path_gradient", [False, True])
 @pytest.mark.parametrize("case", ["scalar", "mixed"])
-def test_holding_the_parameters_leaves_the_gradient_of_the_path(
-    case: str, path_gradient: bool
-) -> None:
-    """Kills a held ϑ that changes the value, or what the weights of q(x | ϑ) get."""
+def test_a_given_chain_gives_the_same_gradient(case: str, path_gradient: bool) -> None:
+    """Kills a chain that only the value, or only the score, is made with; and one of other ϑ."""
     model, q = posterior(case, FAMILIES["study"])
     grid = (scalar() if case == "scalar" else linear(X0[case]))[1].grid()
-    noise, found = q.draw_noise(5, torch.Generator().manual_seed(0)), {}
-    for held in (False, True):
+    made = q.draw_noise(5, torch.Generator().manual_seed(0))
+    chain, found = q.chain(q.theta_flow(made.theta)[0].detach()), []
+    for noise in (made, made._replace(chain=chain), made._replace(chain=shifted(chain))):
         q.zero_grad()
-        bound = elbo(model, q, grid, noise, 1.5, path_gradient, wide=2, held=held)
+        bound = elbo(model, q, grid, noise, 1.5, path_gradient, wide=2)
         (bound.value + bound.conditional).backward()
-        of_theta = {id(w) for w in q.theta_flow.parameters()}
-        path = [w.grad for w in q.parameters() if w.grad is not None and id(w) not in of_theta]
-        found[held] = (bound.value.detach(), bound.conditional.detach(), *path)
-        assert all((w.grad is None) is held for w in q.theta_flow.parameters())
-    assert_close(found[True], found[False])
+        assert all(w.grad is None for w in q.theta_flow.parameters())
+        grads = [w.grad for w in q.layers.parameters()]
+        found.append((bound.value.detach(), bound.conditional.detach(), *grads))
+    assert_close(found[1], found[0], rtol=0, atol=0)
+    assert all((one != other).any() for one, other in zip(found[2], found[0], strict=True))
+
+
+def shifted(chain: Chain) -> Chain:
+    """Each draw with the chain of the next."""
+    return Chain(*(part.roll(1, -1) for part in chain))
 
 
 def test_solves_leave_their_arguments_alone() -> None:
@@ -252,5 +268,8 @@ def test_solves_leave_their_arguments_alone() -> None:
     band[-1] = 1.0
     kept = g.clone()
     solve_band_transposed(band, g)
-    backward_scan(0.5 * torch.ones(1, 1, 40, 1), g)
-    assert g.equal(kept)
+    a, none = 0.5 * torch.ones(1, 1, 40, 1), torch.zeros(0, 40, 1)
+    backward_scan(a, g)
+    chain = Chain(a, none, *torch.randn(3, 1, 40, 1))
+    run_chain(chain, g), push_chain(chain, g, None)
+    assert g.equal(kept) and (a == 0.5).all()

@@ -14,9 +14,11 @@ from torch.testing import assert_close
 
 from lib.data import Grid, Observations
 from lib.family import Family, check_options
-from lib.gauss_markov import GaussMarkovTrace
-from lib.posterior import Noise, VariationalPosterior
+from lib.local_iaf import LocalIAFTrace
+from lib.network import NetworkTrace
+from lib.posterior import Noise, Sample, VariationalPosterior
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
+from lib.smoother import Chain
 from lib.ssm import GaussianObservation, StateSpaceModel
 from lib.start import Start
 
@@ -74,8 +76,8 @@ FAMILIES = {
     "paper, even, unit": replace(Family.paper(unit=2.5), num_flows=4, receptive_field=2),
     "study": Family(),
     "study, odd": Family(num_flows=3, receptive_field=2),
-    "base alone": Family(num_flows=0, theta_flows=0),
-    "no base": Family(num_flows=1, base=False, taps=False, coupling=False),
+    "chain alone": Family(num_flows=0, theta_flows=0),
+    "no chain": Family(num_flows=1, base=False, taps=False, coupling=False),
 }
 
 
@@ -116,30 +118,121 @@ def log_normal(z: Tensor) -> Tensor:
 def test_log_q_is_noise_density_over_jacobian_of_the_whole_map(
     name: str, family: str, num_steps: int
 ) -> None:
-    """Kills a missing log scale, a wrong sign of log h', an unmasked fixed component of x_0."""
+    """Kills a missing log scale, a wrong sign of log h', an unmasked fixed component of x_0.
+
+    And the chain's log diagonal or log sd, left out or of the wrong sign.
+    """
     case = PROBLEMS[name](num_steps)
     q, free = posterior(case, FAMILIES[family]), free_states(case)
     noise = noise_for(q, 2)
     used = free[-noise.path.shape[1] :]
     sample = q(noise)
     for n in range(2):
-
-        def mapped(theta: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-            draw = q(Noise(theta[None], path[None]))
-            return draw.vartheta[0], draw.x[0]
-
         inputs = (noise.theta[n], noise.path[n])
-        (by_theta, by_path), (x_by_theta, x_by_path) = torch.autograd.functional.jacobian(
-            mapped, inputs
+        by_theta = torch.autograd.functional.jacobian(
+            lambda theta: q.theta_flow(theta[None])[0][0], inputs[0]
         )
-        assert (by_path == 0).all()
-        assert (x_by_path[~free] == 0).all() and (x_by_theta[~free] == 0).all()
-        assert (x_by_path[..., ~used] == 0).all()
+        # At one ϑ: with the chain no gradient goes through ϑ, and none is needed here.
+        theta = sample.vartheta[[n]].detach()
+        x_by_path = torch.autograd.functional.jacobian(
+            lambda path, theta=theta: q.path(path[None], theta)[0][0], inputs[1]
+        )
+        assert (x_by_path[~free] == 0).all() and (x_by_path[..., ~used] == 0).all()
         square = x_by_path[free][:, used]
         log_q_theta = log_normal(inputs[0]) - torch.linalg.slogdet(by_theta).logabsdet
         log_q_x = log_normal(inputs[1][used]) - torch.linalg.slogdet(square).logabsdet
+        assert_close(sample.vartheta[n], q.theta_flow(noise.theta[[n]])[0][0])
+        assert_close(sample.x[n], q.path(noise.path[[n]], sample.vartheta[[n]])[0][0])
         assert_close(sample.log_q_theta[n], log_q_theta)
         assert_close(sample.log_q_x[n], log_q_x)
+
+
+def at_one_theta(q: VariationalPosterior, path: Tensor) -> Sample:
+    """Paths of one ϑ, the chain of which is made once."""
+    theta = noise_for(q, 1).theta
+    chain = q.chain(q.theta_flow(theta)[0].detach())
+    if chain is not None:
+        chain = Chain(*(part.expand(*part.shape[:-1], len(path)) for part in chain))
+    return q(Noise(theta.expand(len(path), -1), path, chain))
+
+
+@pytest.mark.parametrize("family", ["study", "chain alone", "no chain"])
+@pytest.mark.parametrize(
+    "name, num_steps",
+    [
+        ("p = 1, x_0 fixed", 1),
+        ("p = 1, x_0 fixed", 2),
+        ("p = 1, x_0 random", 1),
+        ("p = 2, x_0 fixed", 1),
+    ],
+)
+def test_density_of_the_path_integrates_to_one(name: str, num_steps: int, family: str) -> None:
+    """Σ q(x)·|cell| over the images of small cells of noise: no Jacobian, by trapezoids."""
+    q = posterior(PROBLEMS[name](num_steps), FAMILIES[family], perturb=0.2)
+    size = q.loc0.numel()
+    side = torch.linspace(-7.0, 7.0, 4001 if size == 1 else 401)
+    path = torch.cartesian_prod(*[side] * size).view(-1, *q.loc0.shape)
+    with torch.no_grad():
+        sample = at_one_theta(q, path)
+    x = sample.x[:, -len(q.loc0) :].reshape(*[len(side)] * size, size)
+    density = sample.log_q_x.exp().reshape(x.shape[:-1])
+    if size == 1:
+        total = torch.trapezoid(density, x[:, 0])
+    else:
+        one, other = x[1:, 1:] - x[:-1, :-1], x[1:, :-1] - x[:-1, 1:]
+        area = 0.5 * (one[..., 0] * other[..., 1] - one[..., 1] * other[..., 0]).abs()
+        corners = density[1:, 1:] + density[:-1, :-1] + density[1:, :-1] + density[:-1, 1:]
+        total = (0.25 * corners * area).sum()
+    assert float(total) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_path_without_local_flows_is_the_chain_run_backwards(name: str) -> None:
+    """x = h(loc0 + mean + sd·v), v_i = A_i v_{i+1} + L_i z_i, one time after the other.
+
+    Kills a mean, sd or A of another time, and a chain run forward.
+    """
+    case = PROBLEMS[name](4)
+    q = posterior(case, FAMILIES["chain alone"])
+    noise = noise_for(q, 3)
+    x = q(noise).x[:, q.first :]
+    chain = q.chain(q(noise).vartheta)
+    z, free = noise.path * q.free, q.free.bool()
+    p, time = z.shape[2], z.shape[1]
+    rows, columns = torch.tril_indices(p, p, -1)
+    for n in range(3):
+        later, u = torch.zeros(p), q.loc0.clone()
+        for i in reversed(range(time)):
+            lower = chain.log_diag[:, i, n].exp().diag()
+            lower[rows, columns] = chain.entries[:, i, n]
+            later = q.free[i] * (chain.a[:, :, i, n] @ later + lower @ z[n, i])
+            u[i] += chain.mean[:, i, n] + chain.log_sd[:, i, n].exp() * later
+        assert_close(x[n][free], q.to_range(u)[0][free])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_that_is_given_is_the_one_that_is_made(family: str) -> None:
+    """Kills a chain that is ignored, and one made of another ϑ."""
+    q = posterior(PROBLEMS["p = 2, a fixed"](4), FAMILIES[family])
+    noise = noise_for(q, 4)
+    chain = q.chain(q.theta_flow(noise.theta)[0].detach())
+    assert (chain is None) == (not q.family.base)
+    given = noise._replace(chain=chain)
+    for draws in (q(given), q.trace(given).sample):
+        assert all(a.equal(b) for a, b in zip(draws, q(noise), strict=True))
+    if chain is not None:
+        other = q(noise._replace(chain=chain._replace(mean=chain.mean + 1)))
+        assert other.x[:, 1:].ne(q(noise).x[:, 1:]).all() and other.log_q_x.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["study", "chain alone"])
+def test_no_gradient_goes_through_theta_where_there_is_a_chain(family: str) -> None:
+    q = posterior(PROBLEMS["p = 2, x_0 fixed"](4), FAMILIES[family])
+    noise = noise_for(q, 3)
+    noise.theta.requires_grad_()
+    for sample in (q(noise), q(noise, 1), q.trace(noise).sample):
+        assert not sample.vartheta.requires_grad and not sample.log_q_theta.requires_grad
+        assert sample.x.requires_grad == (q.family.num_flows > 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,8 +279,9 @@ def test_positive_states_are_positive_however_far_out(
 class Skip(torch.nn.Module):
     """In place of a layer: z' = z."""
 
-    def trace(self, z: Tensor, features: Tensor, theta: Tensor) -> GaussMarkovTrace:
-        return GaussMarkovTrace(z, z, z, y=z, log_diag=torch.zeros_like(z))
+    def trace(self, z: Tensor, features: Tensor, theta: Tensor) -> LocalIAFTrace:
+        network = NetworkTrace(z, [], theta, None)
+        return LocalIAFTrace(z, z, network, None, y=z, log_diag=torch.zeros_like(z))
 
 
 def keep_layer(q: VariationalPosterior, kept: int) -> VariationalPosterior:
@@ -226,7 +320,7 @@ def test_layers_look_back_and_ahead_in_turn(name: str, family: str, layer: int) 
     assert seen.equal(band if layer % 2 == 0 else band.T)
 
 
-def test_base_looks_ahead_to_the_end() -> None:
+def test_chain_looks_ahead_to_the_end() -> None:
     q = posterior(PROBLEMS["p = 2, x_0 fixed"](6), Family(num_flows=0))
     assert states_moved_by_noise(q).equal(torch.ones(6, 6, dtype=torch.bool).triu())
 
@@ -279,7 +373,7 @@ def test_draws_are_a_pure_function_of_noise_one_by_one(family: str) -> None:
         assert_close(a[3:4], b)
 
 
-@pytest.mark.parametrize("family", ["paper", "study"])
+@pytest.mark.parametrize("family", ["paper", "no chain"])
 @pytest.mark.parametrize("wide", [1, 3, 5])
 def test_wide_draws_are_draws_whose_theta_takes_no_gradient(family: str, wide: int) -> None:
     """Kills wide draws at the wrong end or place, and a gradient that reaches q(ϑ) through x."""
@@ -325,37 +419,34 @@ def test_noise_is_reproducible_and_of_the_size_of_what_q_draws() -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_learned_scaling_starts_at_the_given_path_and_spread(name: str) -> None:
-    """With no flow between, x = h(loc + scale z): value and slope at z = 0 are the start's."""
+def test_parameters_start_at_their_given_centre_and_spread(name: str) -> None:
     case = PROBLEMS[name](4)
-    q = posterior(case, Family(num_flows=0, base=False, theta_flows=0), perturb=0.0)
-    noise = Noise(*(torch.zeros_like(part) for part in noise_for(q, 1)))
-    free = free_states(case)
-    assert_close(q(noise).vartheta[0], case.start.vartheta)
-    assert_close(q(noise).x[0][free], case.start.path[free])
-    size = noise.path.shape[1]
-    slope = torch.autograd.functional.jacobian(
-        lambda path: q(noise._replace(path=path)).x[0, -size:].flatten(), noise.path
-    ).flatten(1)
-    used = free[-size:].flatten()
-    assert_close(slope.diagonal()[used], case.start.path_sd[-size:].flatten()[used])
-    spread = torch.autograd.functional.jacobian(
-        lambda theta: q(noise._replace(theta=theta)).vartheta[0], noise.theta
-    )[:, 0]
+    q = posterior(case, FAMILIES["chain alone"], perturb=0.0)
+    zero = torch.zeros_like(noise_for(q, 1).theta)
+    assert_close(q.theta_flow(zero)[0][0], case.start.vartheta)
+    spread = torch.autograd.functional.jacobian(lambda z: q.theta_flow(z)[0][0], zero)[:, 0]
     assert_close(spread, case.start.vartheta_sd.diag())
+    q = posterior(case, Family(), perturb=0.0)
+    off = q.theta_flow(zero)[0][0] - case.start.vartheta
+    assert (off / case.start.vartheta_sd).abs().max() < 0.3
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_default_family_starts_near_the_given_path(name: str) -> None:
+def test_local_flows_start_near_the_chain(name: str) -> None:
+    """In units of the chain's sd at each time and state."""
     case = PROBLEMS[name](4)
-    q, free = posterior(case, Family(), perturb=0.0), free_states(case)
-    sample = q(Noise(*(torch.zeros_like(part) for part in noise_for(q, 1))))
-    assert ((sample.x[0] - case.start.path) / case.start.path_sd)[free].abs().max() < 0.1
-    assert ((sample.vartheta[0] - case.start.vartheta) / case.start.vartheta_sd).abs().max() < 0.3
+    q = posterior(case, Family(theta_flows=0), perturb=0.0)
+    alone = posterior(case, Family(theta_flows=0, num_flows=0), perturb=0.0)
+    noise = noise_for(q, 20)
+    log_sd = q.chain(q(noise).vartheta).log_sd
+    trace, other = q.trace(noise), alone.trace(noise)
+    assert_close(trace.sample.vartheta, other.sample.vartheta)
+    off = (trace.u - other.u).permute(2, 1, 0) / log_sd.exp()
+    assert off.abs().max() < 0.3
 
 
 @pytest.mark.parametrize("unit", [1.0, 2.5])
-def test_constant_scaling_is_one_unit_for_all_and_not_learned(unit: float) -> None:
+def test_without_the_chain_the_states_have_one_unit(unit: float) -> None:
     """x = unit·h(z), a change of units. Kills h(unit·z), which bends ever more sharply instead."""
     case = PROBLEMS["p = 2, x_0 random"](4)
     q = posterior(case, replace(Family.paper(unit=unit), num_flows=0))
@@ -363,8 +454,7 @@ def test_constant_scaling_is_one_unit_for_all_and_not_learned(unit: float) -> No
     u = noise.path
     expected = torch.stack([(1 + u[..., 0].exp()).log(), u[..., 1]], -1)
     assert_close(q(noise).x, unit * expected)
-    learned = {name for name, weight in q.named_parameters() if weight.requires_grad}
-    assert not learned & {"shift", "stretch"}
+    assert q.chain(noise.theta) is None
 
 
 @pytest.mark.parametrize("standardise", [True, False])
@@ -374,7 +464,7 @@ def test_networks_see_standardised_theta(standardise: bool) -> None:
     scale, shift = torch.tensor([10.0, 0.1, 3.0]), torch.tensor([100.0, -1.0, 0.0])
     start = case.start
     other = start._replace(vartheta=start.vartheta + shift, vartheta_sd=start.vartheta_sd * scale)
-    family = Family(standardise_theta=standardise)
+    family = Family(standardise_theta=standardise, base=False)  # the chain is of ϑ itself
     here, there = posterior(case, family), posterior(case._replace(start=other), family)
     noise = noise_for(here, 5)
     same = torch.isclose(here(noise).x[:, 1:], there(noise).x[:, 1:])
@@ -383,7 +473,7 @@ def test_networks_see_standardised_theta(standardise: bool) -> None:
 
 def test_paper_preset_is_that_of_appendix_b() -> None:
     q = posterior(PROBLEMS["p = 2, x_0 fixed"](12), Family.paper())
-    assert len(q.layers) == 5 and q.base is None
+    assert len(q.layers) == 5 and q.chain(torch.zeros(1, 2)) is None
     assert q.features_ahead.shape == (12, 10)
     for layer in q.layers:
         widths = [m.out_features for m in layer.modules() if isinstance(m, torch.nn.Linear)]
@@ -407,7 +497,6 @@ def test_paper_networks_have_no_path_around_their_relus() -> None:
     [
         ({"gate": "relu"}, "gate must be one of .*unbounded.*; got 'relu'"),
         ({"features": "future"}, "features must be one of .*centred.*; got 'future'"),
-        ({"scaling": "none"}, "scaling must be one of .*learned.*; got 'none'"),
         ({"receptive_field": 0}, "receptive_field must be a whole number, 1 or more; got 0"),
         ({"hidden": -1}, "hidden must be a whole number, 1 or more; got -1"),
         ({"layers": 0}, "layers must be a whole number, 1 or more; got 0"),

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import lib
 from lib import refit
 from lib.data import Grid
+from lib.elbo import log_ratio
 from lib.maf import MAF, STRETCH
 from lib.posterior import VariationalPosterior
 from lib.start import find_start
@@ -44,20 +45,42 @@ def untrained() -> tuple[lib.StateSpaceModel, VariationalPosterior, Grid]:
 
 
 @cache
-def trained() -> VariationalPosterior:
+def started() -> VariationalPosterior:
+    """Before its first step; for OU the chain is q(x | ϑ) as it should be."""
     model, data = ou()
-    family = lib.Family(num_flows=0, hidden=8)
-    config = lib.FitConfig(num_steps=600, refits=0, family=family, dtype="float64")
+    family = lib.Family(num_flows=1, hidden=8)
+    config = lib.FitConfig(num_steps=1, num_samples=2, refits=0, family=family, dtype="float64")
     return lib.fit(model, data, config, device="cpu", progress=False).q.requires_grad_()
 
 
 def narrowed() -> tuple[lib.StateSpaceModel, VariationalPosterior, Grid]:
-    """The trained q, its q(ϑ) narrower by exp(-1/2); what the path's networks see stays."""
+    """That q, its q(ϑ) narrower by exp(-1/2); what the path's networks see stays."""
     model, data = ou()
-    q = copy.deepcopy(trained())
+    q = copy.deepcopy(started())
     with torch.no_grad():
         q.theta_flow.steps[-1].network[-1].bias[3:] -= 0.5
     return model, q, data.grid()
+
+
+def by_paths(
+    model: lib.StateSpaceModel, q: VariationalPosterior, grid: Grid, generator: torch.Generator
+) -> refit.LogDensity:
+    """log p(ϑ, y) as a fit estimates it."""
+    return lambda vartheta: log_ratio(model, q, grid, vartheta, generator)
+
+
+def pool_of(
+    model: lib.StateSpaceModel, q: VariationalPosterior, grid: Grid, n: int, seed: int
+) -> refit.Pool:
+    generator = torch.Generator().manual_seed(seed)
+    return refit.draw_pool(q.theta_flow, by_paths(model, q, grid, generator), n, generator)
+
+
+def refitted(
+    model: lib.StateSpaceModel, q: VariationalPosterior, grid: Grid, draws: int, seed: int
+) -> Tensor | None:
+    generator = torch.Generator().manual_seed(seed)
+    return refit.refit_theta(q.theta_flow, by_paths(model, q, grid, generator), draws, generator)
 
 
 def kept(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -85,12 +108,12 @@ def test_weights_are_those_of_the_mixture_that_drew(monkeypatch) -> None:
     """Kills a weight by q alone, ϑ from q alone, a lost term, and chunks out of order."""
     model, q, grid = untrained()
     monkeypatch.setattr(sys.modules["lib.elbo"], "CHUNK", 3)  # `lib.elbo` is the function
-    pool = refit.draw_pool(model, q, grid, 11, torch.Generator().manual_seed(5))
+    pool = pool_of(model, q, grid, 11, seed=5)
     replay = torch.Generator().manual_seed(5)
     noise = q.draw_theta_noise(11, replay)
     for row in range(5):
         noise[6 + row, row % 3] *= STRETCH
-    path = torch.cat([q.draw_noise(count, replay).path for count in (3, 3, 3, 2)])
+    path = torch.cat([q.draw_path_noise(count, replay) for count in (3, 3, 3, 2)])
     expected = q.theta_flow(noise)[0].detach()
     assert_close(pool.vartheta, expected, rtol=0, atol=0)
     log_m = log_mixture(q.theta_flow, noise, expected)
@@ -113,7 +136,7 @@ def test_chunks_are_small_where_paths_are_long(monkeypatch) -> None:
 def test_weights_average_to_the_evidence() -> None:
     """Kills shares of the mixture that are not those of the draws."""
     model, q, grid = narrowed()
-    pool = refit.draw_pool(model, q, grid, 80_000, torch.Generator().manual_seed(0))
+    pool = pool_of(model, q, grid, 80_000, seed=0)
     y = ou()[1].y[:, 0]
     evidence = lib.ou_posterior(y, 0.2, exact=False, x0=2.0, prior_sd=0.5).log_evidence
     ratio = (pool.log_weight - evidence).exp()
@@ -137,38 +160,34 @@ def test_a_draw_without_a_density_has_no_weight(monkeypatch, value: float) -> No
 
     A fit with such draws must not fail, nor be told that it failed.
     """
-    _, q, grid = narrowed()
-    sound, generator = ou()[0], torch.Generator()
+    sound, q, grid = narrowed()
     model = lib.StateSpaceModel(Exploding(), sound.observation, Normal(torch.zeros(3), 0.5), [2.0])
     monkeypatch.setattr(Exploding, "value", value)  # after the door, which would refuse it
-    vartheta, _, log_weight = refit.draw_pool(model, q, grid, 2000, generator.manual_seed(0))
+    vartheta, _, log_weight = pool_of(model, q, grid, 2000, seed=0)
     dead = vartheta[:, 0] > math.log(2.5)
     assert 20 < dead.sum() < 500
     assert (log_weight[dead] == -math.inf).all() and log_weight[~dead].isfinite().all()
-    same = refit.draw_pool(sound, q, grid, 2000, generator.manual_seed(0)).log_weight
+    same = pool_of(sound, q, grid, 2000, seed=0).log_weight
     assert_close(log_weight[~dead], same[~dead], rtol=0, atol=0)
     monkeypatch.setattr(refit, "NUM_STEPS", 3)
     monkeypatch.setattr(refit, "SMALLEST_SHARE", 0.005)
-    noise = refit.refit_theta(model, q, grid, generator)
+    noise = refitted(model, q, grid, 4000, seed=0)
     assert all(w.isfinite().all() for w in q.parameters())
     assert (q.theta_flow(noise)[0][:, 0] <= math.log(2.5) + 1e-9).all()
 
 
-@pytest.mark.parametrize(("broken", "count"), [(math.nan, 500), (-math.inf, 500), (math.inf, 1)])
+@pytest.mark.parametrize(("broken", "count"), [(math.nan, 400), (-math.inf, 400), (math.inf, 1)])
 def test_weights_that_say_nothing_change_nothing(monkeypatch, broken: float, count: int) -> None:
     """Kills an undefined number of effective draws that passes, and an infinite one dropped."""
-    model, q, grid = narrowed()
-    log_joint, before = model.log_joint, kept(q)
+    flow = plane_flow()
+    before = kept(flow)
 
-    def spoilt(*args):
-        terms = log_joint(*args)
-        terms.log_prior[:count] = broken
-        return terms
+    def spoilt(vartheta: Tensor) -> Tensor:
+        return torch.where(torch.arange(400) < count, broken, log_skewed(vartheta))
 
-    monkeypatch.setattr(refit, "SMALLEST_SHARE", 1 / refit.LAST_DRAWS)
-    monkeypatch.setattr(model, "log_joint", spoilt)
-    assert refit.refit_theta(model, q, grid, torch.Generator().manual_seed(0)) is None
-    assert not changed(q, before)
+    monkeypatch.setattr(refit, "SMALLEST_SHARE", 1 / 400)
+    assert refit.refit_theta(flow, spoilt, 400, torch.Generator().manual_seed(0)) is None
+    assert not changed(flow, before)
 
 
 def skewed(n: int) -> Tensor:
@@ -295,9 +314,9 @@ def test_a_narrow_q_gets_its_spread_back_and_the_path_stays(monkeypatch) -> None
     reference = lib.ou_posterior(y, 0.2, exact=False, x0=2.0, prior_sd=0.5)
     noise = torch.randn(20_000, 3)
     assert (q.theta_flow(noise)[0].std(0) < 0.85 * reference.sd).all()
-    pool = refit.draw_pool(model, q, grid, refit.LAST_DRAWS, torch.Generator().manual_seed(0))
+    pool = pool_of(model, q, grid, 20_000, seed=0)
     state = torch.get_rng_state()
-    found = refit.refit_theta(model, q, grid, torch.Generator().manual_seed(0))
+    found = refitted(model, q, grid, 20_000, seed=0)
     assert torch.get_rng_state().equal(state), "the global generator moved"
     steps = {f"theta_flow.steps.{name}" for name, _ in q.theta_flow.steps.named_parameters()}
     assert changed(q, before) == steps
@@ -317,21 +336,20 @@ def test_seed_decides(monkeypatch) -> None:
     qs, found = [first, copy.deepcopy(first), copy.deepcopy(first)], []
     for q, seed in zip(qs, (1, 1, 2), strict=True):
         torch.randn(7)
-        found.append(refit.refit_theta(model, q, grid, torch.Generator().manual_seed(seed)))
+        found.append(refitted(model, q, grid, 2000, seed))
     assert found[0].equal(found[1]) and not found[0].equal(found[2])
     assert not changed(qs[1], kept(first)) and changed(qs[2], kept(first))
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_too_few_effective_draws_change_nothing(monkeypatch, last: bool) -> None:
-    """Kills a number compared with a share, a limit not looked at, and draws of another round."""
+@pytest.mark.parametrize("n", [500, 4000])
+def test_too_few_effective_draws_change_nothing(monkeypatch, n: int) -> None:
+    """Kills a number compared with a share, a limit not looked at, and another number of draws."""
     model, q, grid = narrowed()
-    n = refit.LAST_DRAWS if last else refit.EARLY_DRAWS
-    pool = refit.draw_pool(model, q, grid, n, torch.Generator().manual_seed(0))
+    pool = pool_of(model, q, grid, n, seed=0)
     weight, before = refit.truncated(pool.log_weight), kept(q)
     share = float(weight.sum() ** 2 / (weight @ weight)) / n
     monkeypatch.setattr(refit, "NUM_STEPS", 1)
-    for limit, refitted in ((math.inf, False), (1.01 * share, False), (0.99 * share, True)):
+    for limit, passes in ((math.inf, False), (1.01 * share, False), (0.99 * share, True)):
         monkeypatch.setattr(refit, "SMALLEST_SHARE", limit)
-        found = refit.refit_theta(model, q, grid, torch.Generator().manual_seed(0), last)
-        assert (found is not None) is refitted and bool(changed(q, before)) is refitted
+        found = refitted(model, q, grid, n, seed=0)
+        assert (found is not None) is passes and bool(changed(q, before)) is passes

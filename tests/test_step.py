@@ -19,10 +19,12 @@ from lib import cuda_graph, train
 from lib.elbo import elbo
 from lib.muon import COEFFICIENTS
 from lib.posterior import Noise, VariationalPosterior
+from lib.smoother import Chain
 from lib.start import find_start
 from lib.step import CLIP_NORM, Optimizer, Step, make_optimizer, make_step
+from lib.supply import ThetaSupply
 
-THETA, OTHERS, MATRICES = [(3,), (2, 3)], [(4,)], [(5, 5), (3, 8), (9, 2), (4, 50)]
+ADAM, MATRICES = [(3,), (2, 3), (4,)], [(5, 5), (3, 8), (9, 2), (4, 50)]
 
 
 def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.nn.Parameter]:
@@ -31,7 +33,7 @@ def made(shapes: Sequence[tuple[int, ...]]) -> list[torch.nn.Parameter]:
 
 def optimizer_of(weights: list[torch.nn.Parameter]) -> Optimizer:
     """Of all the shapes above, in their order."""
-    return Optimizer(weights[:2], weights[2:3], weights[3:])
+    return Optimizer(weights[:3], weights[3:])
 
 
 def orthogonal(g: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class Textbook:
         self.m = [torch.zeros_like(w) for w in weights]
         self.v = [torch.zeros_like(w) for w in weights]
 
-    def step(self, gradients: list[Tensor], rates: list[float]) -> None:
+    def step(self, gradients: list[Tensor], rate: float) -> None:
         norm = sum(g.square().sum() for g in gradients).sqrt()
         self.t += 1
         for i, (w, g) in enumerate(zip(self.weights, gradients, strict=True)):
@@ -62,28 +64,28 @@ class Textbook:
                 self.m[i] = 0.9 * self.m[i] + 0.1 * g
                 self.v[i] = 0.99 * self.v[i] + 0.01 * g**2
                 m, v = self.m[i] / (1 - 0.9**self.t), self.v[i] / (1 - 0.99**self.t)
-                w -= rates[i] * m / (v.sqrt() + 1e-8)
+                w -= rate * m / (v.sqrt() + 1e-8)
             else:
                 self.m[i] = 0.95 * self.m[i] + 0.05 * g
                 size = 0.2 * max(w.shape) ** 0.5
-                w -= rates[i] * size * orthogonal(0.05 * g + 0.95 * self.m[i])
+                w -= rate * size * orthogonal(0.05 * g + 0.95 * self.m[i])
 
 
 def test_steps_are_those_of_the_textbook() -> None:
     """Kills a wrong β, bias correction, ε, clip, rate, or a weight that takes another's place.
 
-    Some gradients are clipped, rates change, and q(ϑ) is held from the sixth step on.
+    Some gradients are clipped, and the rate changes.
     """
-    weights = made(THETA + OTHERS + MATRICES)
+    weights = made(ADAM + MATRICES)
     optimizer = optimizer_of(weights)
     book = Textbook([w.detach().clone() for w in weights], 3)
     for i in range(10):
         gradients = [10.0 ** (i % 3 - 1) * torch.randn_like(w) for w in weights]
         by_weight = {id(w): g for w, g in zip(weights, gradients, strict=True)}
-        rate, held = 0.1 / (i + 1), i > 4
-        optimizer.set_rates(rate, held)
+        rate = 0.1 / (i + 1)
+        optimizer.set_rate(rate)
         assert optimizer.step([by_weight[id(w)] for w in optimizer.weights]) == 0
-        book.step(gradients, [0.0 if held else rate] * 2 + [rate] * 5)
+        book.step(gradients, rate)
         for w, right in zip(weights, book.weights, strict=True):
             assert_close(w.detach(), right, rtol=1e-11, atol=1e-11)
 
@@ -93,9 +95,9 @@ def test_steps_are_those_of_the_textbook() -> None:
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_gradient_that_is_not_finite_changes_nothing(value, where, before) -> None:
     """Kills zeroed gradients in place of a skip, and 0/0 where the first step is the bad one."""
-    weights = made(THETA + OTHERS + MATRICES)
+    weights = made(ADAM + MATRICES)
     optimizer = optimizer_of(weights)
-    optimizer.set_rates(0.1, held=False)
+    optimizer.set_rate(0.1)
     good = [torch.ones_like(w) for w in optimizer.weights]
     bad = [g.clone() for g in good]
     bad[where].view(-1)[-1] = value
@@ -111,12 +113,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, where, before) -> 
 
 def test_state_is_all_that_a_step_changes() -> None:
     """Kills an average that the warm-up of a recording would leave moved."""
-    twins = [optimizer_of(weights) for weights in [made(THETA + OTHERS + MATRICES)] * 2]
+    twins = [optimizer_of(weights) for weights in [made(ADAM + MATRICES)] * 2]
     gradients = [[torch.randn_like(w) for w in twins[0].weights] for _ in range(3)]
     ends = []
     for optimizer in twins:
         start = [part.detach().clone() for part in optimizer.state()]
-        optimizer.set_rates(0.1, held=False)
+        optimizer.set_rate(0.1)
         for gradient in gradients:
             optimizer.step(gradient)
         ends.append([part.detach().clone() for part in optimizer.state()])
@@ -143,26 +145,39 @@ def data() -> lib.Observations:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adam"])
-@pytest.mark.parametrize("family", [lib.Family(), lib.Family(theta_flows=0), lib.Family.paper()])
-def test_q_of_theta_comes_first_and_no_weight_is_lost(kind: str, family: lib.Family) -> None:
-    """Kills a weight twice or not at all, and another order than the rates need."""
+@pytest.mark.parametrize("family", [lib.Family(), lib.Family(base=False), lib.Family.paper()])
+def test_no_weight_is_lost_and_q_of_theta_is_left_out_with_a_chain(kind, family) -> None:
+    """Kills a weight twice or not at all, and q(ϑ) moved by a bound that has no gradient for it."""
     _, q = problem(family)
     optimizer = make_optimizer(q, kind)
-    of_theta = [id(w) for w in q.theta_flow.parameters()]
-    assert [id(w) for w in optimizer.weights[: len(of_theta)]] == of_theta
-    assert optimizer.num_theta == sum(w.numel() for w in q.theta_flow.parameters())
+    of_theta = {id(w) for w in q.theta_flow.parameters()} if family.base else set()
     have = sorted(map(id, optimizer.weights))
-    assert have == sorted(id(w) for w in q.parameters() if w.requires_grad)
+    assert have == sorted({id(w) for w in q.parameters() if w.requires_grad} - of_theta)
+    assert len(of_theta) == (0 if not family.base else len(list(q.theta_flow.parameters())))
     stacked = sum(len(stack.matrices) for stack in optimizer.stacks)
     assert (stacked > 0) == (kind == "muon")
 
 
-def losses(model: lib.StateSpaceModel, q: VariationalPosterior, path: bool, held: bool) -> Step:
+def test_no_gradient_reaches_q_of_theta_through_the_chain() -> None:
+    """Kills a bound of which q(ϑ) is a part after all, and paths whose weights get nothing."""
+    model, q = problem()
+    noise = q.draw_noise(6, torch.Generator().manual_seed(0))
+    for path in (False, True):
+        loss = losses(model, q, path)(noise, torch.tensor(1.0))[0]
+        of_theta = list(q.theta_flow.parameters())
+        gradients = torch.autograd.grad(loss, of_theta, allow_unused=True, retain_graph=True)
+        assert all(g is None for g in gradients)
+        of_path = make_optimizer(q, "adam").weights
+        gradients = torch.autograd.grad(loss, of_path, allow_unused=True)
+        assert all(g is not None for g in gradients)
+
+
+def losses(model: lib.StateSpaceModel, q: VariationalPosterior, path: bool) -> Step:
     """The loss of ``fit`` with two wide draws."""
     grid = data().grid()
 
     def loss(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        bound = elbo(model, q, grid, noise, alpha, path, 2, held)
+        bound = elbo(model, q, grid, noise, alpha, path, 2)
         return -bound.value - bound.conditional, bound.value.detach()
 
     return loss
@@ -212,9 +227,15 @@ def recorded(call: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Te
     return replay
 
 
+def with_chain(q: VariationalPosterior, noise: Noise) -> Noise:
+    """Noise as ``fit`` hands it to a step."""
+    with torch.no_grad():
+        return noise._replace(chain=q.chain(q.theta_flow(noise.theta)[0]))
+
+
 @pytest.mark.parametrize("path", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, held) -> None:
+@pytest.mark.parametrize("family", [lib.Family(), lib.Family(base=False)], ids=["chain", "none"])
+def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, family) -> None:
     """Kills inputs that are not refilled, a warm-up that counts, a rate or t kept as a number.
 
     And a step that waits for the device: the tape refuses to look at a tensor's values.
@@ -222,14 +243,15 @@ def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, he
     monkeypatch.setattr(cuda_graph, "record", recorded)
     runs = []
     for record in (False, True):
-        model, q = problem()
+        model, q = problem(family)
         optimizer, generator = make_optimizer(q, "muon"), torch.Generator().manual_seed(3)
-        step = make_step(losses(model, q, path, held), optimizer)
+        step = make_step(losses(model, q, path), optimizer)
         step = cuda_graph.captured(step, optimizer.state()) if record else step
         seen = []
         for i in range(5):
-            optimizer.set_rates(0.01 * (i + 1), held and i > 0)
-            noise = q.draw_noise(6, generator)
+            optimizer.set_rate(0.01 * (i + 1))
+            noise = with_chain(q, q.draw_noise(6, generator))
+            assert (noise.chain is not None) == family.base
             # Noise that is not finite in the third step: no value may be kept from it.
             noise = noise._replace(path=noise.path * (torch.nan if i == 2 else 1.0))
             reported, bad = step(noise, torch.full((), 3.0 - 0.5 * i))
@@ -242,21 +264,48 @@ def test_recorded_steps_are_the_eager_ones_to_the_last_bit(monkeypatch, path, he
         assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_recorded_step_reads_each_part_of_the_chain_it_is_given(monkeypatch) -> None:
+    """Kills a chain made anew inside, one kept from the first call, and parts that change places.
+
+    One part at a time is another draw's; a chain that was a constant would not show it.
+    """
+    monkeypatch.setattr(cuda_graph, "record", recorded)
+    model, q = problem()
+    loss, alpha = losses(model, q, True), torch.ones(())
+    step = cuda_graph.captured(lambda *given: tuple(v.detach() for v in loss(*given)), [alpha])
+    first, other = (
+        with_chain(q, q.draw_noise(6, torch.Generator().manual_seed(seed))) for seed in (0, 1)
+    )
+    values, chains = [], [first.chain]
+    for name in ("a", "log_diag", "mean", "log_sd"):  # one state: L has no entry below
+        chains.append(first.chain._replace(**{name: getattr(other.chain, name)}))
+    for chain in chains:
+        noise = first._replace(chain=chain)
+        values.append(float(step(noise, alpha)[1]))
+        assert values[-1] == float(loss(noise, alpha)[1])
+    assert len(set(values)) == len(values)
+
+
 def test_what_the_first_call_was_given_stays_the_callers(monkeypatch) -> None:
     """Kills a recording that reads, and at the next call overwrites, the caller's own noise."""
     monkeypatch.setattr(cuda_graph, "record", recorded)
     step = cuda_graph.captured(
-        lambda noise, alpha: (noise.theta.sum(), alpha + 1), [torch.ones(())]
+        lambda noise, alpha: (noise.theta.sum() + sum(p.sum() for p in noise.chain), alpha + 1),
+        [torch.ones(())],
     )
-    noises = [Noise(torch.full((1, 1), i + 1.0), torch.zeros(1, 1, 1)) for i in range(2)]
+    chains = [Chain(*(torch.full((1,), 10.0 * (i + 1)) for _ in range(5))) for i in range(2)]
+    noises = [
+        Noise(torch.full((1, 1), i + 1.0), torch.zeros(1, 1, 1), c) for i, c in enumerate(chains)
+    ]
     alphas = [torch.full((), 3.0), torch.full((), 5.0)]
     seen = [tuple(map(float, step(*given))) for given in zip(noises, alphas, strict=True)]
-    assert seen == [(1.0, 4.0), (2.0, 6.0)]
+    assert seen == [(51.0, 4.0), (102.0, 6.0)]
     assert float(noises[0].theta) == 1.0 and float(alphas[0]) == 3.0
+    assert [float(part) for part in chains[0]] == [10.0] * 5
 
 
 def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
-    """Kills a kind of step that is never recorded anew: plain, path gradient, q(ϑ) held."""
+    """Kills a kind of step that is never recorded anew: plain, and with the path gradient."""
     made, capture = [], cuda_graph.captured
     monkeypatch.setattr(cuda_graph, "record", recorded)
     monkeypatch.setattr(train, "captured", lambda *args: made.append(1) or capture(*args))
@@ -270,7 +319,7 @@ def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
         options = replace(config, mode=mode)
         fits.append(lib.fit(model, data(), options, device="cpu", progress=False))
     eager, graph = fits
-    assert len(made) == 3
+    assert len(made) == 2
     assert eager.history.elbo.tolist() == graph.history.elbo.tolist()
     assert all(map(torch.equal, eager.q.parameters(), graph.q.parameters()))
 
@@ -283,14 +332,16 @@ def test_weights_stay_the_modules_own() -> None:
 
 
 def test_noise_is_drawn_without_a_wait() -> None:
-    """Kills tails that are chosen, or noise that is stretched, by a look at a tensor's values."""
+    """Kills tails that are chosen, or a chain that is made, by a look at a tensor's values."""
     model, q = problem()
     config = lib.FitConfig(num_samples=3, wide_samples=2)
-    run = train._Run(model, q, data().grid(), config, train.tqdm(disable=True), 0)
+    supply = ThetaSupply(model, q, data().grid(), config, torch.Generator())
+    q.linearised()  # made once a fit, of what the grid holds
     with Tape():
-        run.draw_noise(torch.Generator())
-        run.tails = torch.zeros(10, 3)
-        noise = run.draw_noise(torch.Generator())
+        supply.noise()
+        supply.tails = torch.zeros(10, 3)
+        supply.stock.clear()
+        noise = supply.noise()
     assert noise.theta[3:].eq(0).all() and noise.theta[:3].ne(0).all()
 
 
@@ -334,11 +385,11 @@ def test_the_whole_step_is_one_graph() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    step = make_step(losses(model, q, True, False), optimizer)
+    step = make_step(losses(model, q, True), optimizer)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         compiled = torch.compile(step, backend=count, fullgraph=True)
         for i in range(3):
-            optimizer.set_rates(0.01 * (i + 1), held=i == 2)
-            noise = q.draw_noise(4, torch.Generator().manual_seed(i))
+            optimizer.set_rate(0.01 * (i + 1))
+            noise = with_chain(q, q.draw_noise(4, torch.Generator().manual_seed(i)))
             assert compiled(noise, torch.full((), 3.0 - i))[1] == 0
     assert len(graphs) == 1

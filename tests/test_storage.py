@@ -52,7 +52,7 @@ MODELS = {
 FAMILIES = {
     "study": lib.Family(),
     "paper": lib.Family.paper(),
-    "constant scale": lib.Family(scaling="constant", unit=3.0),
+    "no chain": lib.Family(base=False, unit=3.0),
     "plain": lib.Family(num_flows=0, theta_flows=0, base=False, features="past", taps=False),
 }
 

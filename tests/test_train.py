@@ -15,10 +15,11 @@ import torch
 from torch.distributions import Normal
 
 import lib
-from lib import config, train
+from lib import config, supply, train
 from lib.maf import stretched
-from lib.posterior import Noise
+from lib.posterior import Noise, VariationalPosterior
 from lib.schedule import refit_steps
+from lib.smoother import Chain
 from lib.start import find_start
 
 QUICK = lib.FitConfig(num_steps=10, num_samples=4, log_every=5, refits=0)
@@ -37,18 +38,13 @@ def ou(num_observed: int = 20) -> tuple[lib.StateSpaceModel, lib.Observations]:
 
 
 class Step(NamedTuple):
-    """What one training step was given, and the weights it left: of q(ϑ), and all the others."""
+    """What one training step was given, and the weights it left: its own, and all of q(ϑ)."""
 
     rate: float
-    theta_rate: float
     noise: Noise
     alpha: float
+    weights: list[torch.Tensor]
     theta: list[torch.Tensor]
-    path: list[torch.Tensor]
-
-
-def all_weights(step: Step) -> list[torch.Tensor]:
-    return step.theta + step.path
 
 
 @pytest.fixture
@@ -57,15 +53,15 @@ def steps(monkeypatch) -> list[Step]:
     made, make_step = [], train.make_step
 
     def recording(loss, optimizer):
-        step, sizes = make_step(loss, optimizer), [w.numel() for w in optimizer.weights]
-        num_theta = int((np.cumsum(sizes) <= optimizer.num_theta).sum())
+        step, q = make_step(loss, optimizer), loss.func.__self__.q
 
         def recorded(noise, alpha):
-            rates = float(optimizer.rate), float(optimizer.theta_rate)
             out = step(noise, alpha)
-            weights = [w.detach().clone() for w in optimizer.weights]
-            parts = weights[:num_theta], weights[num_theta:]
-            made.append(Step(*rates, noise, float(alpha), *parts))
+            weights, theta = (
+                [w.detach().clone() for w in part]
+                for part in (optimizer.weights, q.theta_flow.parameters())
+            )
+            made.append(Step(float(optimizer.rate), noise, float(alpha), weights, theta))
             return out
 
         return recorded
@@ -93,20 +89,22 @@ def test_tempering_is_exactly_one_from_the_middle_on(share, alpha):
 def test_tempering_trains_but_the_reported_elbo_is_without_it(steps):
     """Kills a history of the tempered bound, an α or a learning rate that never reaches a step.
 
-    The first step must not depend on α, the second must.
+    The first step must not depend on α, the second must; none does with the chain, where no
+    gradient goes through ϑ.
     """
     model, data = ou()
     elbos = []
-    for tempering in (1.0, 10.0):
-        config = replace(QUICK, tempering=tempering, dtype="float64")
+    for base, tempering in ((False, 1.0), (False, 10.0), (True, 1.0), (True, 10.0)):
+        family = lib.Family(base=base)
+        config = replace(QUICK, tempering=tempering, dtype="float64", family=family)
         elbos.append(lib.fit(model, data, config, device="cpu", progress=False).history.elbo)
     assert elbos[0][0] == pytest.approx(elbos[1][0], rel=1e-12)
     assert elbos[0][2] != pytest.approx(elbos[1][2], rel=1e-9)
+    assert elbos[2] == pytest.approx(elbos[3], rel=1e-12)
     alphas = [1.0] * 10 + [10.0, 8.2, 6.4, 4.6, 2.8] + [1.0] * 5
-    assert [step.alpha for step in steps] == pytest.approx(alphas)
+    assert [step.alpha for step in steps] == pytest.approx(alphas * 2)
     rates = [0.01 * train.schedule(i / 10) for i in range(10)]
-    assert [step.rate for step in steps] == pytest.approx(rates * 2)
-    assert [step.theta_rate for step in steps] == pytest.approx(rates * 2)
+    assert [step.rate for step in steps] == pytest.approx(rates * 4)
 
 
 def test_judge():
@@ -132,17 +130,15 @@ def test_judge():
 
 
 class Broken(lib.OrnsteinUhlenbeck):
-    """NaN in the training steps from ``first`` to ``last``: the probe and start see float64."""
+    """NaN in the training steps from ``first`` to ``last``: what else is drawn has no gradient."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last, self.calls = first, last, 0
 
     def drift(self, t, x, theta):
         drift = super().drift(t, x, theta)
-        if x.dtype == torch.float32:
-            self.calls += 1
-            return drift * torch.nan if self.first <= self.calls <= self.last else drift
-        return drift
+        self.calls += torch.is_grad_enabled() and x.dtype == torch.float32
+        return drift * torch.nan if self.first <= self.calls <= self.last else drift
 
 
 def broken(first: int, last: int) -> tuple[lib.StateSpaceModel, lib.Observations]:
@@ -161,7 +157,7 @@ def test_many_broken_steps_stop_with_the_terms_name_and_the_last_good_weights(st
     assert fit.reason.endswith("not finite: log_transition")
     kept, left = (
         sorted((list(w.shape), w.flatten().tolist()) for w in weights)
-        for weights in (all_weights(steps[max(good - 1, 0)]), fit.q.parameters())
+        for weights in (steps[max(good - 1, 0)].weights, fit.q.layers.parameters())
     )
     assert kept == left
     assert f"stopped at step {good + 50}" in fit.diagnostics(100).verdict
@@ -172,7 +168,7 @@ def test_a_skipped_step_is_counted_and_the_run_goes_on(steps):
     config = lib.FitConfig(num_steps=60, num_samples=4, refits=0)
     fit = lib.fit(*broken(31, 33), config, device="cpu", progress=False)
     assert np.flatnonzero(~np.isfinite(fit.history.elbo)).tolist() == [30, 31, 32]
-    good, last, first = (all_weights(steps[i]) for i in (29, 32, 33))
+    good, last, first = (steps[i].weights for i in (29, 32, 33))
     assert all(map(torch.equal, good, last)) and not all(map(torch.equal, last, first))
     late = lib.fit(*broken(55, 55), config, device="cpu", progress=False)
     assert not late.converged and late.reason.endswith("1 steps of the last fifth were skipped")
@@ -302,28 +298,32 @@ def test_refits_are_every_fifth_from_the_end_backwards():
 
 
 class Refit:
-    """In place of ``refit_theta``: moves q(ϑ) and gives tails, unless it is to refuse."""
+    """In place of ``refit_theta``: moves q(ϑ) and gives tails, unless it is to refuse.
+
+    The first call of a new fit comes before any step.
+    """
 
     def __init__(self, monkeypatch, steps: list[Step], *refused: int) -> None:
         self.steps, self.refused = steps, refused
-        self.at, self.last, self.found, self.left = [], [], [], []
+        self.at, self.draws, self.found, self.left = [], [], [], []
         self.clock = 0.0
-        monkeypatch.setattr(train, "refit_theta", self)
+        monkeypatch.setattr(supply, "refit_theta", self)
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: self.clock))
 
-    def __call__(self, model, q, grid, generator, last):
+    def __call__(self, flow, log_p, draws, generator):
         self.at.append(len(self.steps))
-        self.last.append(last)
+        self.draws.append(draws)
         self.clock += 1.0
-        weights = list(q.theta_flow.parameters())
-        if len(self.at) - 1 not in self.refused:
+        weights = list(flow.parameters())
+        refused = len(self.at) - 1 in self.refused
+        if not refused:
             with torch.no_grad():
                 for weight in weights:
                     weight.add_(0.01)
             noise = torch.randn(50, 3, dtype=weights[0].dtype, generator=generator)
             self.found.append(10.0 + len(self.at) + noise)
         self.left.append([w.detach().clone() for w in weights])
-        return self.found[-1] if len(self.at) - 1 not in self.refused else None
+        return None if refused else self.found[-1]
 
 
 def refitted_run(monkeypatch, steps, *refused: int, refits: int = 2, wide_samples: int = 5):
@@ -337,80 +337,126 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+def chain_of_noise(q: VariationalPosterior, noise: Noise) -> Chain:
+    """The chain that belongs to this noise of ϑ, for q(ϑ) as it is."""
+    with torch.no_grad():
+        return q.chain(q.theta_flow(noise.theta)[0])
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_q_of_theta_rests_between_refits_and_the_path_learns(monkeypatch, steps, optimizer):
-    """Kills a rate that returns, Adam's moments that move a refitted weight, a refit one off."""
+def test_q_of_theta_moves_in_refits_alone_and_the_path_learns(monkeypatch, steps, optimizer):
+    """Kills a step that moves q(ϑ), a refit one off, one too many, or of another's draws."""
     refit = Refit(monkeypatch, steps)
     config = lib.FitConfig(num_steps=20, num_samples=4, refits=2, optimizer=optimizer)
     fit = lib.fit(*ou(), config, device="cpu", progress=False)
-    assert refit.at == [16, 20]
-    assert all(equal(step.theta, refit.left[0]) for step in steps[16:])
-    assert equal(list(fit.q.theta_flow.parameters()), refit.left[1])
-    assert not equal(refit.left[0], refit.left[1])
+    assert refit.at == [0, 16, 20]
+    assert refit.draws == [supply.START_DRAWS, supply.EARLY_DRAWS, supply.LAST_DRAWS]
+    assert all(equal(step.theta, refit.left[0]) for step in steps[:16])
+    assert all(equal(step.theta, refit.left[1]) for step in steps[16:])
+    assert equal(list(fit.q.theta_flow.parameters()), refit.left[2])
     for before, after in zip(steps[:-1], steps[1:], strict=True):
-        assert not equal(before.path, after.path)
-    assert not any(equal(*(step.theta for step in steps[i - 1 : i + 1])) for i in range(1, 16))
+        assert not equal(before.weights, after.weights)
     assert [step.rate for step in steps] == [0.01 * train.schedule(i / 20) for i in range(20)]
-    assert [step.theta_rate > 0 for step in steps] == [True] * 16 + [False] * 4
+
+
+def test_without_the_chain_the_bound_trains_q_of_theta(monkeypatch, steps):
+    """Kills a refit before the first step, and q(ϑ) left out, where gradients go through ϑ."""
+    refit = Refit(monkeypatch, steps)
+    config = lib.FitConfig(num_steps=20, num_samples=4, refits=1, family=lib.Family(base=False))
+    lib.fit(*ou(), config, device="cpu", progress=False)
+    assert refit.at == [20] and all(step.noise.chain is None for step in steps)
+    for before, after in zip(steps[:-1], steps[1:], strict=True):
+        assert not equal(before.theta, after.theta)
 
 
 @pytest.mark.parametrize("wide", [0, 5])
-def test_wide_draws_are_stretched_first_and_then_the_tails_found(monkeypatch, steps, wide):
-    """Kills tails that replace q's own draws, wide draws stretched twice, and stale tails."""
-    refit = refitted_run(monkeypatch, steps, refits=3, wide_samples=wide)[1]
-    assert refit.at == [12, 16, 20]
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("base", [True, False])
+def test_wide_draws_are_stretched_first_and_then_the_tails_found(monkeypatch, steps, wide, base):
+    """Kills tails that replace q's own draws, wide draws stretched twice, and stale tails.
+
+    Also a stock of earlier q(ϑ) that outlives a refit, or is handed out twice. A step's ϑ come from
+    the stock, last in first out; its path is drawn when it is taken.
+    """
+    refit = Refit(monkeypatch, steps, 0)
+    config = lib.FitConfig(
+        num_steps=20, num_samples=4, wide_samples=wide, refits=3, family=lib.Family(base=base)
+    )
+    monkeypatch.setattr(supply, "MOST_STEPS", 3)
+    lib.fit(*ou(), config, device="cpu", progress=False)
+    starts = [0] if base else []
+    assert refit.at == [*starts, 12, 16, 20]
+    generator, stock = torch.Generator().manual_seed(0), []
     options = {"generator": generator, "dtype": torch.float32}
+    # Without the chain the first refit that is called, and here refused, is that before step 12.
+    found = {12: refit.found[0], 16: refit.found[1]} if base else {16: refit.found[0]}
+    tails = None
     for i, step in enumerate(steps):
-        if i in refit.at:
-            torch.randn(50, 3, **options)
-        theta, path = torch.randn(4 + wide, 3, **options), torch.randn(4 + wide, 20, 1, **options)
-        assert step.noise.path.equal(path) and step.noise.theta[:4].equal(theta[:4])
-        found = refit.found[int(i >= 16)] if i >= 12 else stretched(theta, wide)[4:]
-        chosen = torch.randint(50, (wide,), generator=generator) if i >= 12 else torch.arange(wide)
-        assert step.noise.theta[4:].equal(found[chosen])
+        if i in refit.at and i:
+            stock.clear()
+            if i in found:
+                torch.randn(50, 3, **options)
+                tails = found[i]
+        for _ in range(0 if stock else 3 if base else 1):
+            theta = torch.randn(4 + wide, 3, **options)
+            if tails is None:
+                stock.append(stretched(theta, wide))
+            else:
+                chosen = torch.randint(50, (wide,), generator=generator)
+                stock.append(torch.cat([theta[:4], tails[chosen]]))
+        assert step.noise.theta.equal(stock.pop())
+        assert step.noise.path.equal(torch.randn(4 + wide, 20, 1, **options))
 
 
-def test_q_of_theta_learns_on_where_a_refit_is_refused(monkeypatch, steps):
-    """Kills a rate of 0 after a refit that did nothing."""
-    refit = refitted_run(monkeypatch, steps, 0, 1, refits=3)[1]
-    assert refit.at == [12, 16, 20]
-    assert not any(equal(*(step.theta for step in steps[i - 1 : i + 1])) for i in range(1, 20))
-    assert all(step.theta_rate == step.rate for step in steps)
+def test_chains_are_those_of_each_steps_theta(monkeypatch, steps):
+    """Kills chains that change places in the stock, and those of a q(ϑ) before its refit."""
+    seen, taken = [], train._Run.take_step
+
+    def taking(run, share, noise):
+        own = chain_of_noise(run.q, noise)
+        pairs = zip(noise.chain, own, strict=True)
+        seen.append(max(float((a - b).abs().max()) for a, b in pairs if a.numel()))
+        return taken(run, share, noise)
+
+    monkeypatch.setattr(train._Run, "take_step", taking)
+    refitted_run(monkeypatch, steps)
+    assert len(seen) == 20 and max(seen) < 1e-5
+    assert all(step.noise.chain.mean.shape == (1, 20, 9) for step in steps)
 
 
 def test_a_refused_refit_takes_nothing_back(monkeypatch, steps):
-    """Kills q(ϑ) that learns again, or tails that are lost, when a later refit is refused."""
-    refit = refitted_run(monkeypatch, steps, 1, refits=3)[1]
-    assert all(equal(step.theta, refit.left[0]) for step in steps[12:])
-    for step in steps[12:]:
+    """Kills q(ϑ) that moves, or tails that are lost, when a later refit is refused."""
+    refit = refitted_run(monkeypatch, steps, 1, 2, refits=3)[1]
+    assert refit.at == [0, 12, 16, 20]
+    assert all(equal(step.theta, refit.left[0]) for step in steps)
+    for step in steps:
         assert (step.noise.theta[4:, None] == refit.found[0]).all(2).any(1).all()
 
 
-def test_without_refits_none_is_made(monkeypatch, steps):
+def test_without_refits_none_is_made_but_the_first(monkeypatch, steps):
     fit, refit = refitted_run(monkeypatch, steps, refits=0)
-    assert refit.at == [] and fit.history.seconds[-1] == 0
+    assert refit.at == [0] and fit.history.seconds.tolist() == [1.0] * 20
 
 
 def test_a_run_that_broke_is_not_refitted_at_its_end(monkeypatch, steps):
     """Kills a refit of what stopped in its last step, and one of a run cut short."""
-    refit = Refit(monkeypatch, steps)
     for num_steps in (50, 300):
+        refit = Refit(monkeypatch, steps)
         config = lib.FitConfig(num_steps=num_steps, num_samples=4, log_every=10, refits=1)
         fit = lib.fit(*broken(1, 1000), config, device="cpu", progress=False)
-        assert fit.reason.startswith("stopped at step 50") and refit.at == []
+        assert fit.reason.startswith("stopped at step 50") and len(refit.at) == 1
+        steps.clear()
 
 
 def test_seconds_count_every_refit_and_the_last(monkeypatch, steps):
     """Kills a clock that is read before the last refit; it ticks in refits alone."""
     fit = refitted_run(monkeypatch, steps)[0]
-    assert fit.history.seconds.tolist() == [0.0] * 16 + [1.0] * 3 + [2.0]
+    assert fit.history.seconds.tolist() == [1.0] * 16 + [2.0] * 3 + [3.0]
 
 
 def test_the_real_refit_ends_a_run_and_leaves_the_path(monkeypatch, steps):
     """Kills a refit whose outcome does not reach the fit: same seed, same steps, another q(ϑ)."""
     monkeypatch.setattr("lib.refit.SMALLEST_SHARE", 0)
-    monkeypatch.setattr("lib.refit.LAST_DRAWS", 500)
+    monkeypatch.setattr("lib.supply.LAST_DRAWS", 500)
     monkeypatch.setattr("lib.refit.NUM_STEPS", 3)
     config = lib.FitConfig(num_steps=10, num_samples=4, refits=1)
     fit = lib.fit(*ou(), config, device="cpu", progress=False)
@@ -426,15 +472,16 @@ def test_a_resumed_run_has_the_schedule_of_a_fresh_one(monkeypatch, steps):
     config = lib.FitConfig(num_steps=20, num_samples=4, refits=2, tempering=3.0)
     fit = lib.fit(*ou(), config, device="cpu", progress=False)
     fit = lib.fit(*ou(), config, device="cpu", progress=False, resume=fit)
-    assert refit.at == [16, 20, 36, 40]
-    for given in ("rate", "theta_rate", "alpha"):
+    assert refit.at == [0, 16, 20, 36, 40], "what a fit has learned is not refitted at its start"
+    for given in ("rate", "alpha"):
         first, second = (
             [getattr(step, given) for step in part] for part in (steps[:20], steps[20:])
         )
         assert first == second
     pairs = zip(steps[:20], steps[20:], strict=True)
     assert not any(one.noise.path.equal(other.noise.path) for one, other in pairs)
-    assert fit.history.seconds.tolist() == [0.0] * 16 + [1.0] * 3 + [2.0] * 17 + [3.0] * 3 + [4.0]
+    seconds = [1.0] * 16 + [2.0] * 3 + [3.0] * 17 + [4.0] * 3 + [5.0]
+    assert fit.history.seconds.tolist() == seconds
 
 
 def test_a_resumed_run_that_stops_says_at_which_step_of_all():
@@ -461,21 +508,22 @@ def test_progress_bar_shows_only_when_asked(capsys):
 
 def test_one_progress_bar_tells_of_the_start_the_steps_and_the_refits(monkeypatch, capsys):
     """Kills a bar that comes after the start, is silent at a refit, or is one of several."""
-    seen, stages = [], {"find_start": find_start, "refit_theta": lambda *_: None}
+    seen = []
 
-    def watched(name):
-        def stage(*args):
+    def watched(stage):
+        def watching(*args):
             seen.append(capsys.readouterr().err)
-            return stages[name](*args)
+            return stage(*args)
 
-        return stage
+        return watching
 
-    for name in stages:
-        monkeypatch.setattr(train, name, watched(name))
+    monkeypatch.setattr(train, "find_start", watched(find_start))
+    monkeypatch.setattr(supply, "refit_theta", watched(lambda *_: None))
     config = replace(QUICK, refits=2)
     lib.fit(*ou(), config, device="cpu", progress=True)
     end = capsys.readouterr().err
-    start, middle, last = seen
+    start, first, middle, last = seen
+    assert first == "", "the refit before the first step is a part of the start"
     assert re.fullmatch(r"\rfit: start: +0%[^\r]*0/10[^\r]*", start)
     assert re.search(
         r"\rfit: +50%[^\r]*5/10 \[\d\d:\d\d<\d\d:\d\d, [^\r]*ELBO -\d+\.\d\d\]", middle
@@ -483,7 +531,7 @@ def test_one_progress_bar_tells_of_the_start_the_steps_and_the_refits(monkeypatc
     assert re.search(r"\rfit: refit: +50%[^\r]*5/10[^\r]*$", middle)
     assert re.match(r" *\rfit: +50%", last) and re.search(r"\rfit: refit: 100%[^\r]*$", last)
     assert re.search(r"\rfit: 100%[^\r]*10/10 \[[^\r]*ELBO -\d+\.\d\d\] *\n$", end)
-    assert (start + middle + last + end).count("\n") == 1
+    assert (start + first + middle + last + end).count("\n") == 1
 
 
 def test_refusals():

@@ -1,0 +1,104 @@
+"""The start by importance sampling: near the exact posterior, repeatable, harmless otherwise."""
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+import lib
+from lib.linear_start import _tempered, linear_start
+from lib.start import find_start
+from lib.supply import ThetaSupply
+from tests.test_linearised import sir
+
+
+def ou() -> tuple[lib.StateSpaceModel, lib.Observations]:
+    """The study's: its posterior has no long tails."""
+    seen = lib.GaussianObservation([[1.0]], 1.0)
+    prior = Normal(torch.zeros(3), 10.0)
+    model = lib.StateSpaceModel(lib.OrnsteinUhlenbeck(), seen, prior, [20.0])
+    return model, lib.read_csv(lib.data_path("ou_a.csv"), dt=0.1)
+
+
+def test_mean_and_spread_are_near_those_of_the_exact_posterior() -> None:
+    """Kills weights without the proposal's density, and moments of the draws themselves."""
+    model, data = ou()
+    start = linear_start(model, data.grid(), find_start(model, data.grid(), 0), 0)
+    exact = lib.ou_posterior(data.y[:, 0], 0.1, exact=False)
+    assert ((start.vartheta - exact.mean) / exact.sd).abs().max() < 0.25
+    assert (start.vartheta_sd / exact.sd - 1).abs().max() < 0.4
+
+
+def test_it_repeats_and_leaves_the_global_generator_alone() -> None:
+    model, data = sir()
+    first, state = find_start(model, data.grid(), 0), torch.get_rng_state()
+    one, two = (linear_start(model, data.grid(), first, 5) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    other = linear_start(model, data.grid(), first, 6)
+    assert not torch.equal(one.vartheta, other.vartheta)
+    assert (one.path > 0).all() and torch.equal(one.path[0], first.path[0])
+
+
+def test_where_no_draw_has_mass_the_start_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = sir()
+    first = find_start(model, data.grid(), 0)
+    nothing = lambda *args: torch.full((len(args[3]),), torch.nan, dtype=torch.float64)  # noqa: E731
+    monkeypatch.setattr("lib.linear_start.log_ratio", nothing)
+    found = linear_start(model, data.grid(), first, 0)
+    assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+def test_weights_are_tempered_until_a_tenth_of_the_draws_counts() -> None:
+    wild = torch.linspace(0, 1e4, 200).double()
+    weight = _tempered(wild)
+    assert weight.sum() == pytest.approx(1.0)
+    assert 0.1 <= 1 / weight.square().sum() / 200 < 0.2
+    even = _tempered(torch.randn(200).double() * 0.1)
+    assert 1 / even.square().sum() > 190
+    assert _tempered(torch.full((5,), -torch.inf)) is None
+
+
+@pytest.fixture(scope="module")
+def supply() -> ThetaSupply:
+    """Of the OU model, once started."""
+    model, data = ou()
+    q = lib.train._start(model, data, lib.Family(), 0, None)
+    generator = torch.Generator().manual_seed(0)
+    made = ThetaSupply(model, q, data.grid(), lib.FitConfig(), generator)
+    made.start()
+    return made
+
+
+def test_q_of_theta_is_near_the_posterior_before_the_first_step(supply: ThetaSupply) -> None:
+    data = supply.grid.y[1:, 0]
+    exact = lib.ou_posterior(data, 0.1, exact=False)
+    noise = supply.q.draw_theta_noise(20_000, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        vartheta = supply.q.theta_flow(noise)[0]
+    levels = torch.tensor([0.25, 0.5, 0.75]).double()
+    for j, name in enumerate(("log_theta1", "theta2", "log_theta3")):
+        apart = vartheta[:, j].quantile(levels) - exact.quantile(name, levels)
+        assert (apart / exact.sd[j]).abs().max() < 0.25
+
+
+def test_noise_holds_draws_of_q_then_tails_and_the_chain_of_both(supply: ThetaSupply) -> None:
+    """Kills the chain of another step's ϑ, and tails that come first."""
+    noise = supply.noise()
+    inner, wide = lib.FitConfig().num_samples, lib.FitConfig().wide_samples
+    assert len(noise.theta) == inner + wide and noise.path.shape[0] == inner + wide
+    far = (noise.theta[inner:, None] - supply.tails).abs().sum(-1).amin(1)
+    assert (far == 0).all()
+    right = supply.q.chain(supply.q.theta_flow(noise.theta)[0].detach())
+    for found, part in zip(noise.chain, right, strict=True):
+        torch.testing.assert_close(found, part, rtol=1e-9, atol=1e-9)
+
+
+def test_a_refit_makes_new_noise_and_a_refused_one_keeps_the_tails(
+    supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supply.noise()
+    assert supply.stock
+    tails = supply.tails
+    monkeypatch.setattr("lib.supply.refit_theta", lambda *args: None)
+    supply.refit(last=False)
+    assert not supply.stock and supply.tails is tails
