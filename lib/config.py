@@ -42,7 +42,8 @@ class FitConfig:
         optimizer: ``"muon"`` for the matrices of the path's networks and Adam for the rest, or
             ``"adam"`` for all.
         gradient: ``"path"``, the path gradient once warmed up, or ``"total"``, the plain one.
-        tempering: Initial α on log q(ϑ), falling linearly to 1 at half of the run; 1 is none.
+        tempering: Initial α on log q(ϑ), falling linearly to 1 at half of the run; 1 is none. For
+            ``Family.base`` it is without effect, as q(ϑ) is not trained by the bound.
         log_every: Steps between two looks at the ELBO.
         mode: How a step runs: ``"eager"``, or ``"cuda_graph"``, recorded once and replayed on a
             GPU; a model that looks at the values of its tensors cannot be recorded.

@@ -14,7 +14,6 @@ from lib.state_map import StateMap
 STEP = 1e-4  # of central differences: exact but for rounding where the drift is linear
 SMALLEST_SHARE = 1e-3  # of itself that a reading leaves of a positive state
 NUM_X0 = 10_000
-LARGEST = 2.0  # σ, in units of the spread of the data
 
 
 def range_map(model: StateSpaceModel, num_times: int, unit: float | int = 1.0) -> StateMap:
@@ -34,7 +33,8 @@ class Linearised:
     and its Euler step is :math:`u_i = u_{i-1} + a_u\,dt + N(0, β_u\,dt)`, a_u linear and β_u
     constant about loc. A reading is linearised at the nearest state that has it exactly: where its
     noise tends to 0, x is pinned to what was read. For a linear drift, constant β, real states and
-    a known x_0 nothing of this is an approximation; a random u_0 counts as a normal.
+    a known x_0 nothing of this is an approximation; a random u_0 counts as a normal, and σ as no
+    larger than the spread of the data.
 
     Args:
         model: Any model; it is used in float64.
@@ -81,7 +81,7 @@ class Linearised:
         rest = y - near @ F + torch.einsum("tos,ts->to", self.H, (u - self.loc) * free)
         self.y = torch.where(observed > 0, rest, 0.0)
         self.seen = [row.nonzero()[:, 0].tolist() for row in observed.cpu()]
-        self.largest = LARGEST * mean_sd(grid)[1].to(x)
+        self.largest = mean_sd(grid)[1].to(x)
 
     @torch.no_grad()
     def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Chain:

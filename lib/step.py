@@ -38,7 +38,9 @@ class Optimizer:
         self.weights = adam + [w for stack in self.stacks for w in stack.matrices]
         self.shapes = [w.shape for w in adam] + [stack.shape for stack in self.stacks]
         self.num_adam = sum(w.numel() for w in adam)
-        whole = self.weights[0].new_zeros(sum(map(prod, self.shapes)))
+        # A family without any flow over time has no weights.
+        like = self.weights[0] if self.weights else torch.empty(0)
+        whole = like.new_zeros(sum(map(prod, self.shapes)))
         self.gradient, self.average, self.move = (torch.zeros_like(whole) for _ in range(3))
         self.square = torch.zeros_like(whole[: self.num_adam])
         self.count, self.rate = whole.new_zeros(2, dtype=torch.float64).unbind()
@@ -122,7 +124,9 @@ def make_step(loss: Step, optimizer: Optimizer) -> Step:
     def step(noise: Noise, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Take the step; see above."""
         value, reported = loss(noise, alpha)
-        # A loss that holds q(ϑ) does not depend on its weights.
+        if not optimizer.weights:
+            return reported, torch.zeros_like(reported)
+        # Such as q(ϑ)'s weights in a bound of the path alone.
         options = {"allow_unused": True, "materialize_grads": True}
         return reported, optimizer.step(torch.autograd.grad(value, optimizer.weights, **options))
 

@@ -17,6 +17,7 @@ from lib.ssm import StateSpaceModel
 MOST_STEPS = 20  # whose chains are made together
 # The last refit decides how good q(ϑ) is; those before it have only to find its tails.
 LAST_DRAWS = 20_000
+LAST_VALUES = 20_000_000  # of their paths, unless that is fewer than
 EARLY_DRAWS = 4000
 START_DRAWS = 1000
 
@@ -52,7 +53,8 @@ class ThetaSupply:
 
     def refit(self, last: bool) -> None:
         """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""
-        self._refit(LAST_DRAWS if last else EARLY_DRAWS)
+        many = min(LAST_DRAWS, LAST_VALUES // self.q.loc0.numel())
+        self._refit(max(many, EARLY_DRAWS) if last else EARLY_DRAWS)
 
     def _refit(self, draws: int, common: int = 0) -> None:
         """Where a refit is refused, what an earlier one found stays."""

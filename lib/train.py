@@ -82,7 +82,7 @@ def fit(
     before = None if resume is None else resume.history.elbo
     verdict = (False, stopped) if stopped else judge(history.elbo, tolerance, before)
     history = history if resume is None else resume.history.then(history)
-    q.cpu().requires_grad_(False)
+    q.cpu().requires_grad_(False).zero_grad()
     return FitResult(model, observations, q, config.family, history, *verdict, seed, device)
 
 
@@ -175,7 +175,7 @@ class _Run:
         self.bar.set_description("fit")
         for i in range(num_steps):
             if i in refits:
-                supply.refit(last=False)
+                self.refit(supply, last=False)
             noise = supply.noise()
             reported, skipped = self.take_step(i / num_steps, noise)
             # A skipped step leaves NaN in the trace, where ``judge`` finds it.
@@ -187,8 +187,7 @@ class _Run:
                 if streak >= MAX_SKIPPED:
                     stopped = self.broken_term(noise, done)
             if done in refits and done == num_steps and not stopped:
-                self.bar.set_description("fit: refit")
-                supply.refit(last=True)
+                self.refit(supply, last=True)
             seconds[i] = time.perf_counter() - clock
             if stopped:
                 break
@@ -214,6 +213,12 @@ class _Run:
         step = make_step(partial(self.loss, self.path_gradient), self.optimizer)
         graph = self.config.mode == "cuda_graph"
         return captured(step, self.optimizer.state()) if graph else step
+
+    def refit(self, supply: ThetaSupply, last: bool) -> None:
+        """Refit q(ϑ), and say so: it takes a while."""
+        self.bar.set_description("fit: refit")
+        supply.refit(last)
+        self.bar.set_description("fit")
 
     def show(self, done: int, trace: Tensor) -> None:
         """Move the bar, with the mean ELBO since it last moved."""

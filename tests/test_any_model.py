@@ -380,5 +380,6 @@ def test_one_parameter_is_fitted():
     log_q_theta = fit._exact_q.theta_flow.log_prob(draws.vartheta)
     lost = log_p_theta - log_q_theta - draws.log_weight
     assert abs(lost.mean()) < 0.02, "KL of q(x | ϑ), in nats"
-    assert -4 * report.elbo_se < float(evidence) - report.elbo < 0.1
+    # Of one parameter q(ϑ) is a normal; that of the posterior's own moments is 0.121 nats away.
+    assert -4 * report.elbo_se < float(evidence) - report.elbo < 0.121
     assert report.log_evidence == pytest.approx(float(evidence), abs=0.05)

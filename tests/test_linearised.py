@@ -180,7 +180,7 @@ def test_noise_beyond_the_spread_of_the_data_is_capped() -> None:
     model, data = sir()
     linearised = smoother(model, data).linearised()
     sd = float(torch.tensor([4.0, 0.0, 6.0]).std(correction=0))
-    vartheta = torch.tensor([[-4.0, -1.0, s] for s in (math.log(2 * sd), 9.0, 20.0)]).double()
+    vartheta = torch.tensor([[-4.0, -1.0, s] for s in (math.log(sd), 9.0, 20.0)]).double()
     for part in linearised(vartheta):
         torch.testing.assert_close(part, part[..., :1].expand_as(part))
 
