@@ -33,8 +33,8 @@ class Linearised:
     and its Euler step is :math:`u_i = u_{i-1} + a_u\,dt + N(0, β_u\,dt)`, a_u linear and β_u
     constant about loc. A reading is linearised at the nearest state that has it exactly: where its
     noise tends to 0, x is pinned to what was read. For a linear drift, constant β, real states and
-    a known x_0 nothing of this is an approximation; a random u_0 counts as a normal, and σ as no
-    larger than the spread of the data.
+    a known x_0 nothing of this is an approximation; a random u_0 counts as a normal, and a σ
+    that is inferred as no larger than the spread of the data.
 
     Args:
         model: Any model; it is used in float64.
@@ -81,6 +81,8 @@ class Linearised:
         rest = y - near @ F + torch.einsum("tos,ts->to", self.H, (u - self.loc) * free)
         self.y = torch.where(observed > 0, rest, 0.0)
         self.seen = [row.nonzero()[:, 0].tolist() for row in observed.cpu()]
+        observation = self.model.observation
+        self.inferred = callable(observation.sigma) or bool(observation.theta_names)
         self.largest = mean_sd(grid)[1].to(x)
 
     @torch.no_grad()
@@ -88,8 +90,10 @@ class Linearised:
         """The chain of u − loc for each ϑ."""
         theta = self.model.to_theta(vartheta.double())
         sigma = self.model.observation.scale(self.model.named(theta))
-        # Noise beyond the spread of the data would leave the path to wander where none can go.
-        sigma = torch.minimum(sigma.expand(len(theta), self.y.shape[1]), self.largest)
+        sigma = sigma.expand(len(theta), self.y.shape[1])
+        if self.inferred:
+            # Noise beyond the spread of the data would leave the path to wander where none can go.
+            sigma = torch.minimum(sigma, self.largest)
         readings = Readings(self.y, self.H, sigma.square().mT, self.seen)
         chain = smooth(self.transitions(theta), readings)
         if self.fixed is not None:

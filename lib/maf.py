@@ -120,7 +120,7 @@ class IAF(nn.Module):
 
 
 class MAF(nn.Module):
-    r"""q(ϑ): standard normal noise through IAFs, random permutations between, then loc + scale·z.
+    r"""q(ϑ): standard normal noise through IAFs, permutations between, then loc + scale·z.
 
     Args:
         size: Length d of ϑ.
@@ -145,7 +145,9 @@ class MAF(nn.Module):
         super().__init__()
         self.steps = nn.ModuleList(IAF(size, hidden) for _ in range(num_flows))
         for i in range(num_flows):
-            self.register_buffer(f"permutation_{i}", torch.randperm(size))
+            # Each step starts with another component: alone, the first of a step stays normal.
+            order = torch.arange(size).roll(1) if i else torch.randperm(size)
+            self.register_buffer(f"permutation_{i}", order)
         self.register_buffer("loc0", loc.clone())
         self.register_buffer("log_scale0", scale.log())
         # In units of the start's scale, so that one learning rate fits every parameter.

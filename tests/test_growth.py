@@ -129,7 +129,7 @@ def test_particles_find_a_posterior_that_is_known(monkeypatch):
         return Filtered(value, np.empty(0))
 
     monkeypatch.setattr(growth_reference, "particle_filter", particle_filter)
-    kernels = growth_reference.Kernels(m[None], np.eye(3))
+    kernels = [growth_reference.Kernels(m[None, :d], np.eye(d)) for d in (3, 2)]
     monkeypatch.setattr(growth_reference, "_kernels", lambda: kernels)
     spec = {"problem": "sir", "size": 0.02, "seed": 1, "draws": 40_000, "particles": 10}
     result = growth_reference.measure(spec)

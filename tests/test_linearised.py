@@ -92,6 +92,46 @@ def test_weights_of_a_linear_model_with_two_states_are_constant() -> None:
     torch.testing.assert_close(found, found[:1].expand_as(found), rtol=1e-10, atol=1e-9)
 
 
+@pytest.mark.parametrize("seen_at_0", [False, True])
+@pytest.mark.parametrize("kind", ["ou", "both", "one"])
+def test_with_the_exact_prior_of_x0_weights_are_constant(kind: str, seen_at_0: bool) -> None:
+    """Kills slopes, times or readings one step off where x_0 is part of the path."""
+    mean, sd = torch.tensor([0.3, -0.4]), torch.tensor([0.7, 0.5])
+    if kind == "ou":
+        mean, sd, model = mean[:1], sd[:1], ou({"x": Normal(0.3, 0.7)})
+    else:
+        x0 = {"a": Normal(0.3, 0.7), "b": Normal(-0.4, 0.5) if kind == "both" else -0.4}
+        sd = sd if kind == "both" else torch.tensor([0.7, 0.0])
+        seen = lib.GaussianObservation([[1.0], [-0.3]], 0.5)
+        model = lib.StateSpaceModel(Rotation(), seen, Normal(torch.zeros(2), 1.0), x0)
+    y = torch.tensor([[0.8 if seen_at_0 else math.nan], *Y])
+    data = lib.Observations(0.1 * np.arange(7), y, dt=0.1)
+    vartheta = torch.randn(4, model.num_theta)
+    q, g = smoother(model, data), torch.Generator().manual_seed(0)
+    free = torch.where(sd > 0, mean - q.loc0[0], 0.0)
+    q.linearised().prior = free, sd.square().diag()
+    ratios = [log_ratio(model, q, data.grid(), vartheta, g) for _ in range(3)]
+    found = torch.stack(ratios) - model.log_prior(vartheta)
+    torch.testing.assert_close(found, found[:1].expand_as(found), rtol=0, atol=1e-9)
+    if kind == "ou":
+        transition = lib.ou_transition(model.to_theta(vartheta), 0.1, exact=False)
+        y0 = 0.8 if seen_at_0 else None
+        right = lib.forward_filter(y[1:, 0], transition, 0.3, 0.49, 0.25, y0=y0).log_likelihood
+        torch.testing.assert_close(found, right.expand_as(found), rtol=0, atol=1e-9)
+
+
+def test_prior_of_x0_has_its_median_and_spread_in_u() -> None:
+    """Within 5 standard errors of 10⁴ draws; kills quantiles of x in place of u, and no square."""
+    model, data = sir({"S": 40.0, "I": LogNormal(1.0, 0.5)})
+    linearised = smoother(model, data).linearised()
+    mean, variance = linearised.prior
+    x = LogNormal(1.0, 0.5).icdf(torch.tensor([0.16, 0.5, 0.84]))
+    low, median, high = torch.log(torch.expm1(x))
+    assert abs(mean[1] + linearised.loc[0, 1] - median) < 5 * 1.25 * (high - low) / 2 / 100
+    assert variance[1, 1].sqrt() == pytest.approx(float(high - low) / 2, rel=0.06)
+    assert mean[0] == 0 and variance[0].eq(0).all() and variance[1, 0] == 0
+
+
 class Growth(lib.SDE):
     """Geometric Brownian motion."""
 
@@ -165,6 +205,18 @@ def test_readings_with_next_to_no_noise_pin_a_positive_state() -> None:
     assert off.max() < 6 * math.exp(-9.0) and off.mean() > 0.1 * math.exp(-9.0)
 
 
+def test_a_positive_state_read_as_next_to_nothing_stays_above_it() -> None:
+    """Kills a reading linearised at or below 0, where u has no slope left."""
+    model = sir()[0]
+    data = lib.Observations([0.5, 1.0, 1.5], [[0.0], [-2.0], [1e-6]], dt=0.1)
+    path = torch.tensor([[30.0, 4.0]]).expand(16, -1).contiguous()
+    q = smoother(model, data, path)
+    vartheta = torch.tensor([[-4.0, -1.0, -9.0]]).expand(500, -1)
+    x, log_q = q.path(q.draw_path_noise(500, torch.Generator().manual_seed(0)), vartheta)
+    assert (x > 0).all() and x.isfinite().all() and log_q.isfinite().all()
+    assert (x[:, [5, 10, 15], 1] < 4e-3).all()
+
+
 def test_what_is_known_of_x0_stays_and_the_rest_is_drawn() -> None:
     model, data = sir({"S": 40.0, "I": LogNormal(1.0, 0.5)})
     path = torch.tensor([[30.0, 4.0]], dtype=torch.float64).expand(16, -1).contiguous()
@@ -174,6 +226,9 @@ def test_what_is_known_of_x0_stays_and_the_rest_is_drawn() -> None:
     x, log_q = q.path(noise, vartheta)
     assert (x[:, 0, 0] == 40.0).all() and log_q.isfinite().all()
     assert x[:, 0, 1].std() > 0.3
+    chain = q.chain(vartheta[:2])
+    for part in (chain.a[0], chain.log_diag[0], chain.mean[0], chain.log_sd[0]):
+        assert (part[..., 0, :] == 0).all()
 
 
 def test_noise_beyond_the_spread_of_the_data_is_capped() -> None:

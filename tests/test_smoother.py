@@ -76,15 +76,62 @@ def test_v_has_unit_variance_and_log_diag_is_the_log_determinant(p: int) -> None
         torch.testing.assert_close(half, 0.5 * torch.linalg.slogdet(cov)[1], rtol=1e-8, atol=1e-8)
 
 
-def test_a_reading_without_noise_pins() -> None:
-    """Kills the plain form of the update, whose variance rounds to below 0."""
-    model, data = example(2, 1, noise=1e-40)
+def log_normal(x: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
+    return torch.distributions.MultivariateNormal(mean, cov).log_prob(x)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_any_path_gives_the_log_evidence(p: int) -> None:
+    """log p(u) + log p(y | u) − log q(u), the terms of p one by one and q from the chain alone."""
+    model, data = example(p, 2)
+    chain = smooth(model, data)
+    z = torch.randn(p, T, MC)
+    u = (chain.mean + chain.log_sd.exp() * run_chain(chain, z)).permute(2, 1, 0)
+    log_q = torch.distributions.Normal(0.0, 1.0).log_prob(z) - chain.log_diag - chain.log_sd
+    none = data._replace(seen=[[]] * T)
+    for k in range(MC):
+        value = log_normal(u[k, 0], model.c[0, :, k], model.Q[0, ..., k]) - log_q[..., k].sum()
+        for i in range(1, T):
+            ahead = model.F[i, ..., k] @ u[k, i - 1] + model.c[i, :, k]
+            value += log_normal(u[k, i], ahead, model.Q[i, ..., k])
+        read = torch.stack([data.H[i, j] @ u[k, i] for i, j in pairs(data)])
+        y, r = torch.stack([torch.stack((data.y[i, j], data.r[j, k])) for i, j in pairs(data)]).T
+        value += log_normal(y, read, r.diag())
+        mean, cov = dense(model, none, k)
+        rows = torch.zeros(len(y), T, p)
+        for row, (i, j) in zip(rows, pairs(data), strict=True):
+            row[i] = data.H[i, j]
+        H = rows.flatten(1)
+        right = log_normal(y, H @ mean, H @ cov @ H.T + r.diag())
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-8)
+
+
+def pairs(data: Readings) -> list[tuple[int, int]]:
+    """(time, component) of each reading."""
+    return [(i, j) for i, seen in enumerate(data.seen) for j in seen]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("noise", [1e-30, 1e-40])
+def test_a_reading_without_noise_pins(p: int, m: int, noise: float) -> None:
+    """Kills a factor without its floor, where what is left of a variance rounds to below 0."""
+    model, data = example(p, m, noise)
     chain = smooth(model, data)
     assert all(part.isfinite().all() for part in chain)
-    for i, seen in enumerate(data.seen):
-        if seen:
-            read = torch.einsum("s,sn->n", data.H[i, 0], chain.mean[:, i])
-            torch.testing.assert_close(read, data.y[i, 0].expand(MC), rtol=1e-10, atol=1e-10)
+    u = chain.mean + chain.log_sd.exp() * run_chain(chain, torch.randn(p, T, MC))
+    for i, j in pairs(data):
+        for path, atol in ((chain.mean, 1e-10), (u, 1e-4)):
+            read = data.H[i, j] @ path[:, i]
+            torch.testing.assert_close(read, data.y[i, j].expand(MC), rtol=0, atol=atol)
+
+
+def test_little_noise_leaves_its_own_variance() -> None:
+    """Kills the plain form of the update, which leaves what the subtraction rounds to."""
+    model, data = example(1, 1, noise=1e-24)
+    chain = smooth(model, data)
+    for i, j in pairs(data):
+        right = 0.5 * data.r[j].log() - data.H[i, j, 0].abs().log()
+        torch.testing.assert_close(chain.log_sd[0, i], right, rtol=0, atol=1e-4)
 
 
 def test_what_is_known_at_first_stays_known() -> None:
