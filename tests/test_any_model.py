@@ -210,9 +210,11 @@ class Root(Known):
         return (0.1 * x)[..., None]
 
 
+# Of a uniform x_0 the logit has longer tails than the chain's normal: k-hat 0.8, and the mean of
+# 20,000 weights is known to a few hundredths only.
 X0_LAWS = {
-    "log-normal": (LogNormal(torch.tensor([1.0]), 0.3), 1e-3, 12.0),
-    "uniform": (Uniform(torch.tensor([1.5]), 3.0), 1.5, 3.0),
+    "log-normal": (LogNormal(torch.tensor([1.0]), 0.3), 1e-3, 12.0, 0.01),
+    "uniform": (Uniform(torch.tensor([1.5]), 3.0), 1.5, 3.0, 0.05),
 }
 
 
@@ -223,7 +225,7 @@ def test_fit_with_a_positive_x0_has_the_evidence_of_a_quadrature(name: str) -> N
     The noise grows with the state, so the local IAFs have something to learn.
     """
     obs = lib.Observations([0.0, 0.5], [2.4, 1.6], dt=0.5)
-    prior, (law, low, high) = Normal(torch.zeros(2), torch.ones(2)), X0_LAWS[name]
+    prior, (law, low, high, within) = Normal(torch.zeros(2), torch.ones(2)), X0_LAWS[name]
     model = lib.StateSpaceModel(Root(1), lib.GaussianObservation([[1.0]], 0.8), prior, law)
     x0, x1 = torch.linspace(low, high, 1201)[:, None], torch.linspace(1e-3, 9.0, 901)[None]
     log_density = law.log_prob(x0) + Normal(x0, 0.8).log_prob(torch.tensor(2.4))
@@ -232,7 +234,7 @@ def test_fit_with_a_positive_x0_has_the_evidence_of_a_quadrature(name: str) -> N
     exact = torch.trapezoid(torch.trapezoid(density, x1[0]), x0[:, 0]).log().item()
     fit = short_fit(model, obs, 300, 0, num_flows=2)
     report, x0 = fit.diagnostics(20_000), fit.draws(2_000).x[:, 0]
-    assert report.log_evidence == pytest.approx(exact, abs=0.01)
+    assert report.log_evidence == pytest.approx(exact, abs=within)
     assert exact - 0.05 < report.elbo < exact + 0.01
     assert low < x0.min() and x0.max() < high
 
