@@ -16,7 +16,7 @@ from lib import plots
 
 SEEDS = range(5)
 DEFAULT = lib.FitConfig()
-LENGTHS = sorted({50, 250, 500, 1000, DEFAULT.num_steps})
+LENGTHS = sorted({50, 500, 1000, DEFAULT.num_steps})
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
 ABOUT = (
