@@ -8,7 +8,6 @@ from torch.distributions import Normal
 import lib
 from lib.linear_start import FREEDOM, _best_path, _merit, _student, _tempered, linear_start
 from lib.start import find_start
-from lib.supply import ThetaSupply
 from tests.test_linearised import sir
 
 
@@ -89,49 +88,3 @@ def test_weights_are_tempered_until_a_tenth_of_the_draws_counts() -> None:
     even = _tempered(torch.randn(200).double() * 0.1)
     assert 1 / even.square().sum() > 190
     assert _tempered(torch.full((5,), -torch.inf)) is None
-
-
-@pytest.fixture(scope="module")
-def supply() -> ThetaSupply:
-    """Of the OU model, once started."""
-    model, data = ou()
-    q = lib.train._start(model, data, lib.Family(), 0, None)
-    generator = torch.Generator().manual_seed(0)
-    made = ThetaSupply(model, q, data.grid(), lib.FitConfig(), generator)
-    made.start()
-    return made
-
-
-def test_q_of_theta_is_near_the_posterior_before_the_first_step(supply: ThetaSupply) -> None:
-    data = supply.grid.y[1:, 0]
-    exact = lib.ou_posterior(data, 0.1, exact=False)
-    noise = supply.q.draw_theta_noise(20_000, torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        vartheta = supply.q.theta_flow(noise)[0]
-    levels = torch.tensor([0.25, 0.5, 0.75]).double()
-    for j, name in enumerate(("log_theta1", "theta2", "log_theta3")):
-        apart = vartheta[:, j].quantile(levels) - exact.quantile(name, levels)
-        assert (apart / exact.sd[j]).abs().max() < 0.25
-
-
-def test_noise_holds_draws_of_q_then_tails_and_the_chain_of_both(supply: ThetaSupply) -> None:
-    """Kills the chain of another step's ϑ, and tails that come first."""
-    noise = supply.noise()
-    inner, wide = lib.FitConfig().num_samples, lib.FitConfig().wide_samples
-    assert len(noise.theta) == inner + wide and noise.path.shape[0] == inner + wide
-    far = (noise.theta[inner:, None] - supply.tails).abs().sum(-1).amin(1)
-    assert (far == 0).all()
-    right = supply.q.chain(supply.q.theta_flow(noise.theta)[0].detach())
-    for found, part in zip(noise.chain, right, strict=True):
-        torch.testing.assert_close(found, part, rtol=1e-9, atol=1e-9)
-
-
-def test_a_refit_makes_new_noise_and_a_refused_one_keeps_the_tails(
-    supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supply.noise()
-    assert supply.stock
-    tails = supply.tails
-    monkeypatch.setattr("lib.supply.refit_theta", lambda *args: None)
-    supply.refit(last=False)
-    assert not supply.stock and supply.tails is tails
