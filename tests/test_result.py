@@ -154,7 +154,10 @@ def test_second_look_weighs_by_the_mixture_that_it_draws_from(fits):
 
 @pytest.fixture(scope="module")
 def good() -> lib.FitResult:
-    """A fit as good as they come: two observations, four steps of dt."""
+    """A fit as good as they come: two observations, four steps of dt; 98 % of its draws count.
+
+    The far tail of q(ϑ) differs from seed to seed: k-hat is between 0.5 and 0.9, here below 0.7.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     model = lib.StateSpaceModel(
@@ -165,7 +168,7 @@ def good() -> lib.FitResult:
     )
     data = lib.Observations([0.2, 0.4], [[19.0], [18.7]], 0.1)
     config = lib.FitConfig(num_steps=600, num_samples=20)
-    made = lib.fit(model, data, config, device="cpu", progress=False)
+    made = lib.fit(model, data, config, seed=2, device="cpu", progress=False)
     torch.set_default_dtype(before)
     return replace(made, converged=True)
 
@@ -414,7 +417,7 @@ def test_a_ruined_q_gets_a_verdict(good):
 
 
 def test_a_fit_and_its_data_say_in_a_line_what_they_are(good):
-    assert repr(good) == f"FitResult(theta1, theta2, theta3; 600 steps, seed 0; {good.reason})"
+    assert repr(good) == f"FitResult(theta1, theta2, theta3; 600 steps, seed 2; {good.reason})"
     assert repr(good.observations) == "Observations(y0; 2 rows to t = 0.4, 4 steps of 0.1 from 0)"
 
 

@@ -84,7 +84,9 @@ def test_a_loaded_fit_is_the_saved_one_to_the_last_bit(model, family, tmp_path):
     ):
         assert one.dtype == other.dtype and one.equal(other)
     assert not any(weight.requires_grad for weight in loaded.q.parameters())
-    assert all(map(np.array_equal, loaded.history, made.history))
+    # A step of two may be skipped: NaN.
+    for one, other in zip(loaded.history, made.history, strict=True):
+        np.testing.assert_array_equal(one, other)
     for name in ("family", "converged", "reason", "seed", "device"):
         assert getattr(loaded, name) == getattr(made, name)
     assert type(loaded.device) is str and type(loaded.seed) is int
