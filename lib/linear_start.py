@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.diagnostics import ess_fraction, nan_is_no_mass
+from lib.diagnostics import ess_fraction
 from lib.elbo import log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
@@ -35,11 +35,9 @@ def linear_start(model: StateSpaceModel, grid: Grid, start: Start, seed: int) ->
     """
     tril, generator = torch.diag(start.vartheta_sd), torch.Generator().manual_seed(seed)
     for k in range(MOST_ROUNDS):
-        start = _best_path(model, grid, start, seed + k)
-        q = VariationalPosterior(model, grid, PLAIN, start, 0)
+        start, q = _best_path(model, grid, start, seed + k)
         vartheta, log_proposal = _student(start.vartheta, tril, generator)
-        log_p = log_ratio(model, q, grid, vartheta, generator, COMMON)
-        log_weight = nan_is_no_mass(log_p - log_proposal)
+        log_weight = log_ratio(model, q, grid, vartheta, generator, COMMON) - log_proposal
         weight = _tempered(log_weight)
         if weight is None:
             break
@@ -52,26 +50,28 @@ def linear_start(model: StateSpaceModel, grid: Grid, start: Start, seed: int) ->
     return start
 
 
-def _best_path(model: StateSpaceModel, grid: Grid, start: Start, seed: int) -> Start:
-    """The start's path, or that on the way to the smoother's mean whose draws are likeliest."""
-    q = VariationalPosterior(model, grid, PLAIN, start, 0)
-    move = q.chain(start.vartheta[None]).mean[..., 0].T
-    best, highest = start, _merit(model, grid, start, seed)
+def _best_path(
+    model: StateSpaceModel, grid: Grid, start: Start, seed: int
+) -> tuple[Start, VariationalPosterior]:
+    """The start's path, or that on the way to the smoother's mean whose draws are likeliest; its q.
+
+    Likeliest is the highest median log weight, at the start's ϑ.
+    """
+
+    def merit(q: VariationalPosterior) -> Tensor:
+        """That median."""
+        vartheta = start.vartheta.expand(NUM_PATHS, -1)
+        return log_ratio(model, q, grid, vartheta, torch.Generator().manual_seed(seed)).median()
+
+    about = VariationalPosterior(model, grid, PLAIN, start, 0)
+    move = about.chain(start.vartheta[None]).mean[..., 0].T
+    tried = [(merit(about), start, about)]
     for share in SHARES:
-        x = q.with_x0(q.to_range(q.loc0 + share * move)[0][None])[0]
+        x = about.with_x0(about.to_range(about.loc0 + share * move)[0][None])[0]
         other = start._replace(path=admissible(model, x))
-        merit = _merit(model, grid, other, seed)
-        if merit > highest:
-            best, highest = other, merit
-    return best
-
-
-def _merit(model: StateSpaceModel, grid: Grid, start: Start, seed: int) -> Tensor:
-    """Median log weight of paths drawn at the start's ϑ, its model linearised about its path."""
-    q = VariationalPosterior(model, grid, PLAIN, start, 0)
-    vartheta = start.vartheta.expand(NUM_PATHS, -1)
-    value = log_ratio(model, q, grid, vartheta, torch.Generator().manual_seed(seed))
-    return nan_is_no_mass(value).median()
+        q = VariationalPosterior(model, grid, PLAIN, other, 0)
+        tried.append((merit(q), other, q))
+    return max(tried, key=lambda each: each[0])[1:]
 
 
 def _student(

@@ -13,7 +13,6 @@ from lib.network import (
     NetworkTrace,
     Pushed,
     ThetaTaps,
-    TimeFlow,
     lower_product,
     soft_bound,
 )
@@ -101,7 +100,7 @@ class LocalIAFTrace(NamedTuple):
     log_diag: Float[Tensor, "state time mc"]
 
 
-class LocalIAF(TimeFlow):
+class LocalIAF(nn.Module):
     r"""One local IAF: z'_i depends on z_i and on the window z_{i-k:i-1}, never on the future.
 
     Gate ``"sigmoid"`` (as printed): :math:`z'_i = \sigma_i z_i + \mu_i(1-\sigma_i)`.
@@ -109,6 +108,9 @@ class LocalIAF(TimeFlow):
     ``coupling`` L is lower triangular, so components of the same time can correlate.
     With ``taps``, μ also gets :math:`\sum_j w_j(\vartheta) z_{i-j}`: for a linear-Gaussian model a
     good layer is a moving average whose weights depend on ϑ.
+
+    In ``trace`` and ``push_score`` the state leads and the draws come last: a network is then a few
+    products of a small matrix with a long one, with rows to run along.
 
     Args:
         num_states: Components p of the state.
@@ -146,6 +148,16 @@ class LocalIAF(TimeFlow):
         initial += [0.0] * (num_states * (num_states - 1) // 2 if self.coupling else 0)
         self.network = Conditioner(num_window, num_features, num_theta, hidden, initial, taps)
         self.taps = ThetaTaps(num_window, num_theta, num_states) if taps else None
+
+    def forward(
+        self,
+        z: Float[Tensor, "mc time state"],
+        features: Float[Tensor, "time features"],
+        theta: Float[Tensor, "mc theta"],
+    ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
+        """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
+        trace = self.trace(z.permute(2, 1, 0), features, theta)
+        return trace.y.permute(2, 1, 0), trace.log_diag.permute(2, 1, 0)
 
     def trace(
         self,

@@ -57,26 +57,6 @@ class Pushed(NamedTuple):
     weights: list[Tensor]
 
 
-class TimeFlow(nn.Module):
-    """A flow over time z' = f(z, ϑ).
-
-    A subclass has ``trace(z, features, theta)``, whose result holds z' as ``y``, the log diagonal
-    of its Jacobian as ``log_diag`` and what was made on the way, and ``push_score(trace, g, free,
-    with_theta)`` that returns a ``Pushed``. In both the state leads and the draws come last: a
-    network is then a few products of a small matrix with a long one, with rows to run along.
-    """
-
-    def forward(
-        self,
-        z: Float[Tensor, "mc time state"],
-        features: Float[Tensor, "time features"],
-        theta: Float[Tensor, "mc theta"],
-    ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, "mc time state"]]:
-        """Return (z', log diagonal of dz'/dz); its sum over time and state is the log-Jacobian."""
-        trace = self.trace(z.permute(2, 1, 0), features, theta)
-        return trace.y.permute(2, 1, 0), trace.log_diag.permute(2, 1, 0)
-
-
 class NetworkTrace(NamedTuple):
     """Outputs of a ``Conditioner`` and what it made on the way, ϑ's part of each sum by itself."""
 
@@ -94,7 +74,7 @@ class Conditioner(nn.Module):
     Monte Carlo draw.
 
     Args:
-        num_window: Width k·p of the window of z; 0 for a network that sees no z.
+        num_window: Width k·p of the window of z.
         num_features: Features of the data at each time.
         num_theta: Length d of ϑ.
         hidden: Width of each hidden layer.
@@ -119,12 +99,11 @@ class Conditioner(nn.Module):
     ) -> None:
         super().__init__()
         fan_in = num_window + num_features + num_theta
-        self.from_window = nn.Linear(num_window, hidden[0], bias=False) if num_window else None
+        self.from_window = nn.Linear(num_window, hidden[0], bias=False)
         self.from_features = nn.Linear(num_features, hidden[0])
         self.from_theta = nn.Linear(num_theta, hidden[0], bias=False)
         for part in (self.from_window, self.from_features, self.from_theta):
-            if part is not None:
-                nn.init.normal_(part.weight, std=fan_in**-0.5)
+            nn.init.normal_(part.weight, std=fan_in**-0.5)
         self.hidden = nn.ModuleList(
             nn.Linear(a, b) for a, b in zip(hidden[:-1], hidden[1:], strict=True)
         )
@@ -143,17 +122,17 @@ class Conditioner(nn.Module):
 
     def forward(
         self,
-        window: Float[Tensor, "window time mc"] | None,
+        window: Float[Tensor, "window time mc"],
         features: Float[Tensor, "time features"],
         theta: Float[Tensor, "mc theta"],
     ) -> Float[Tensor, "out time mc"]:
-        """Outputs at every time for every draw; pass ``None`` for a network without window."""
+        """Outputs at every time for every draw."""
         return self.trace(window, features, theta).out
 
     def matrices(self) -> list[nn.Parameter]:
         """Weights between layers; the linear path from ϑ is left out, it starts at 0."""
         parts = [self.from_window, self.from_features, self.from_theta, *self.hidden, self.out]
-        return [part.weight for part in parts if part is not None and min(part.weight.shape) > 1]
+        return [part.weight for part in parts if min(part.weight.shape) > 1]
 
     def pull_back(
         self,
@@ -172,13 +151,12 @@ class Conditioner(nn.Module):
         by_window = self.from_window.weight.mT @ rows
         return rows.unflatten(1, shape), by_window.unflatten(1, shape)
 
-    def trace(self, window: Tensor | None, features: Tensor, theta: Tensor) -> NetworkTrace:
+    def trace(self, window: Tensor, features: Tensor, theta: Tensor) -> NetworkTrace:
         """Outputs, and what made them."""
         from_theta = self.from_theta.weight @ theta.mT
         first = affine(self.from_features, features.mT)[..., None] + from_theta[:, None]
-        shape, first = first.shape[1:], first.flatten(1)
-        if self.from_window is not None:
-            first = torch.addmm(first, self.from_window.weight, window.flatten(1))
+        shape = first.shape[1:]
+        first = torch.addmm(first.flatten(1), self.from_window.weight, window.flatten(1))
         # In place, here and below: to fill a new buffer costs as much as the arithmetic.
         h = [first.relu_()]
         for layer in self.hidden:

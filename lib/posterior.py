@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 class TimedFlow(NamedTuple):
     """A flow over time with its features, in the direction in which it runs."""
 
-    flow: nn.Module
+    flow: LocalIAF
     features: Float[Tensor, "time features"]
     backwards: bool
 
@@ -196,9 +196,10 @@ class VariationalPosterior(nn.Module):
 
     def _theta(self, noise: Tensor, wide: int) -> tuple[Tensor, Tensor, list[IAFTrace]]:
         """ϑ, the last ``wide`` without gradient; log q(ϑ); the steps of the MAF."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.family.base):
+        held = self.family.base
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not held):
             vartheta, log_q_theta, steps = self.theta_flow.trace(noise)
-        if wide:
+        if wide and not held:
             vartheta = torch.cat([vartheta[:-wide], vartheta[-wide:].detach()])
         return vartheta, log_q_theta, steps
 

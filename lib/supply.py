@@ -11,7 +11,7 @@ from lib.linear_start import COMMON
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
 from lib.refit import refit_theta
-from lib.smoother import part_of
+from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
 
 MOST_STEPS = 20  # whose chains are made together
@@ -44,11 +44,10 @@ class ThetaSupply:
         self.model, self.q, self.grid, self.generator = model, q, grid, generator
         self.inner, self.wide = config.num_samples, config.wide_samples
         self.tails: Float[Tensor, "tails theta"] | None = None
-        self.stock: list[Noise] = []
+        self.stock: list[tuple[Tensor, Chain | None]] = []
 
     def start(self) -> None:
         """Fit q(ϑ) before any training, by weights too rough to be used without common noise."""
-
         self._refit(START_DRAWS, COMMON)
 
     def refit(self, last: bool) -> None:
@@ -60,6 +59,7 @@ class ThetaSupply:
         """Where a refit is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:
+            """log p(ϑ, y), an estimate for each ϑ."""
             return log_ratio(self.model, self.q, self.grid, vartheta, self.generator, common)
 
         found = refit_theta(self.q.theta_flow, log_p, draws, self.generator)
@@ -70,20 +70,21 @@ class ThetaSupply:
         """Of one step: draws of q, and wider ones whose ϑ lie in its tails."""
         if not self.stock:
             self._restock()
-        part = self.stock.pop()
-        return part._replace(path=self.q.draw_path_noise(len(part.theta), self.generator))
+        theta, chain = self.stock.pop()
+        return Noise(theta, self.q.draw_path_noise(len(theta), self.generator), chain)
 
     def _restock(self) -> None:
         """ϑ of the next steps: to make many chains at a time costs little more than to make one."""
-        size, chain = self.inner + self.wide, self.q.family.base
-        count = max(1, min(MOST_STEPS, self.q.chain_batch // size)) if chain else 1
+        size = self.inner + self.wide
+        if not self.q.family.base:
+            self.stock.append((self._theta(size), None))
+            return
+        count = max(1, min(MOST_STEPS, self.q.chain_batch // size))
         theta = torch.cat([self._theta(size) for _ in range(count)])
         with torch.no_grad():
-            chain = self.q.chain(self.q.theta_flow(theta)[0]) if chain else None
+            chain = self.q.chain(self.q.theta_flow(theta)[0])
         for first in range(0, len(theta), size):
-            own = None if chain is None else part_of(chain, first, size)
-            # The path's noise is longer: it is drawn when it is needed.
-            self.stock.append(Noise(theta[first : first + size], theta.new_empty(0, 0, 0), own))
+            self.stock.append((theta[first : first + size], part_of(chain, first, size)))
 
     def _theta(self, size: int) -> Float[Tensor, "mc theta"]:
         """Noise of ϑ of one step."""

@@ -6,8 +6,19 @@ from scipy.stats import f, multivariate_t
 from torch.distributions import Normal
 
 import lib
-from lib.linear_start import FREEDOM, _best_path, _merit, _student, _tempered, linear_start
-from lib.start import find_start
+from lib.data import Grid
+from lib.elbo import log_ratio
+from lib.linear_start import (
+    FREEDOM,
+    NUM_PATHS,
+    PLAIN,
+    _best_path,
+    _student,
+    _tempered,
+    linear_start,
+)
+from lib.posterior import VariationalPosterior
+from lib.start import Start, find_start
 from tests.test_linearised import sir
 
 
@@ -42,7 +53,7 @@ def test_it_repeats_and_leaves_the_global_generator_alone() -> None:
 def test_where_no_draw_has_mass_the_start_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = sir()
     first = find_start(model, data.grid(), 0)
-    nothing = lambda *args: torch.full((len(args[3]),), torch.nan, dtype=torch.float64)  # noqa: E731
+    nothing = lambda *args: torch.full((len(args[3]),), -torch.inf, dtype=torch.float64)  # noqa: E731
     monkeypatch.setattr("lib.linear_start.log_ratio", nothing)
     found = linear_start(model, data.grid(), first, 0)
     assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
@@ -63,6 +74,13 @@ def test_the_proposal_is_a_multivariate_t_up_to_a_constant() -> None:
     assert abs(above - 0.1) < 5 * (0.09 / len(vartheta)) ** 0.5
 
 
+def merit(model: lib.StateSpaceModel, grid: Grid, start: Start) -> torch.Tensor:
+    """Median log weight of the smoother's paths about a start's path."""
+    q, vartheta = VariationalPosterior(model, grid, PLAIN, start, 0), start.vartheta
+    generator = torch.Generator().manual_seed(3)
+    return log_ratio(model, q, grid, vartheta.expand(NUM_PATHS, -1), generator).median()
+
+
 def test_the_path_moves_only_to_where_draws_are_likelier() -> None:
     """Kills a move that is not judged, and one judged the wrong way round."""
     model, data = sir()
@@ -72,12 +90,28 @@ def test_the_path_moves_only_to_where_draws_are_likelier() -> None:
     path[1:, 1] *= 4
     for start in (near, near._replace(path=path)):
         before = [part.clone() for part in start]
-        moved = _best_path(model, grid, start, 3)
+        moved, q = _best_path(model, grid, start, 3)
+        assert torch.equal(q.loc0, VariationalPosterior(model, grid, PLAIN, moved, 0).loc0)
         assert all(torch.equal(a, b) for a, b in zip(start, before, strict=True))
         stays = torch.equal(moved.path, start.path)
-        gain = _merit(model, grid, moved, 3) - _merit(model, grid, start, 3)
+        gain = merit(model, grid, moved) - merit(model, grid, start)
         assert gain == 0 if stays else gain > 0
     assert not stays
+
+
+def test_common_noise_is_shared_by_all_theta_and_its_ratio_is_a_mean() -> None:
+    """Kills a sum in place of the mean, and noise of each ϑ's own."""
+
+    def ratios(problem: tuple[lib.StateSpaceModel, lib.Observations], common: int) -> torch.Tensor:
+        model, data = problem
+        start = find_start(model, data.grid(), 0)
+        q, vartheta = VariationalPosterior(model, data.grid(), PLAIN, start, 0), start.vartheta
+        generator = torch.Generator().manual_seed(1)
+        return log_ratio(model, q, data.grid(), vartheta.expand(8, -1), generator, common)
+
+    assert ratios(sir(), 3).std() < 1e-9 and ratios(sir(), 0).std() > 0.1
+    # Of OU every path has the same ratio, and so has every mean.
+    torch.testing.assert_close(ratios(ou(), 3), ratios(ou(), 0), rtol=1e-9, atol=1e-8)
 
 
 def test_weights_are_tempered_until_a_tenth_of_the_draws_counts() -> None:
