@@ -246,3 +246,13 @@ def test_the_verdict_is_plain(ours, nuts, end):
     rows += [rows[0] | {"side": "NUTS", "seconds_to_accuracy": nuts}] if nuts else []
     (said,) = growth.verdict(pd.DataFrame(rows))
     assert said.endswith(f": {end}.")
+
+
+def test_committed_tables_agree():
+    """Kills a summary of another run, to within what the table of runs is rounded by."""
+    runs, kept = (pd.read_csv(ROOT / f"results/growth{end}.csv") for end in ("", "_summary"))
+    again, whole = growth.summary(runs).reset_index(drop=True), ["last_ess", "memory_mb"]
+    same = {"check_dtype": False, "rtol": 0}
+    pd.testing.assert_frame_equal(again[whole], kept[whole], atol=0.51, **same)
+    again, kept = again.drop(columns=whole), kept.drop(columns=whole)
+    pd.testing.assert_frame_equal(again, kept, atol=0.0151, **same)
