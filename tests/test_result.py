@@ -154,9 +154,10 @@ def test_second_look_weighs_by_the_mixture_that_it_draws_from(fits):
 
 @pytest.fixture(scope="module")
 def good() -> lib.FitResult:
-    """A fit as good as they come: two observations, four steps of dt; 98 % of its draws count.
+    """A fit as good as they come: two observations, four steps of dt; 94 % of its draws count.
 
-    The far tail of q(ϑ) differs from seed to seed: k-hat is between 0.5 and 0.9, here below 0.7.
+    q(ϑ) is made a tenth wider: as it is fitted k-hat is between 0.4 and 1.0, by seed and by
+    rounding; a tenth wider at most 0.1, in four seeds.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -170,11 +171,11 @@ def good() -> lib.FitResult:
     config = lib.FitConfig(num_steps=600, num_samples=20)
     made = lib.fit(model, data, config, seed=2, device="cpu", progress=False)
     torch.set_default_dtype(before)
-    return replace(made, converged=True)
+    return narrowed(replace(made, converged=True), 1.1)
 
 
 def narrowed(fit: lib.FitResult, factor: float, shift: float = 0.0) -> lib.FitResult:
-    """The fit with q(ϑ) about that much narrower and moved by about that many of its old sds.
+    """The fit with sds of q(ϑ) about so many times the old, moved by about so many old sds.
 
     Inside the last IAF step: the outer scale is also that in which q(x | ϑ) sees ϑ.
     """
