@@ -16,8 +16,11 @@ SMALLEST_SHARE = 1e-3  # of itself that a reading leaves of a positive state
 NUM_X0 = 10_000
 
 
-def range_map(model: StateSpaceModel, num_times: int, unit: float | int = 1.0) -> StateMap:
-    """h of the times that a path flow covers, the first of them x_0's if that is unknown."""
+def range_map(model: StateSpaceModel, num_times: int, unit: float | None = None) -> StateMap:
+    """h of the times that a path flow covers, the first of them x_0's if that is unknown.
+
+    ``unit`` is that of a family without the chain.
+    """
     bounds = model.initial.bounds if model.x0_random else None
     return StateMap(model.positive_states, num_times, bounds, unit)
 

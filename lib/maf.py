@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lib.network import LOG_SCALE_BOUND, soft_bound
+from lib.quadratic_map import QuadraticMap
 
 LOG_2PI = math.log(2 * math.pi)
 # How far into its tails q(ϑ) is looked at, in units of its noise.
@@ -122,12 +123,16 @@ class IAF(nn.Module):
 class MAF(nn.Module):
     r"""q(ϑ): standard normal noise through IAFs, permutations between, then loc + scale·z.
 
+    With ``tails`` a monotone map T of each component comes before loc and scale: a step moves z_j
+    by an affine map only, and a margin with a tail of its own would stay next to normal.
+
     Args:
         size: Length d of ϑ.
         num_flows: Number of IAF steps; 0 leaves a diagonal normal.
         hidden: Width of each hidden layer of each step.
         loc: Where the flow starts, (d,).
         scale: Standard deviation at the start, (d,), positive.
+        tails: Add T, if there is any step.
 
     >>> q = MAF(3, 2, (8, 8), torch.zeros(3), torch.ones(3))
     >>> [tuple(a.shape) for a in q(torch.zeros(5, 3))]
@@ -141,8 +146,10 @@ class MAF(nn.Module):
         hidden: Sequence[int],
         loc: Float[Tensor, " theta"],
         scale: Float[Tensor, " theta"],
+        tails: bool = False,
     ) -> None:
         super().__init__()
+        self.tails = QuadraticMap(size) if tails and num_flows else None
         self.steps = nn.ModuleList(IAF(size, hidden) for _ in range(num_flows))
         for i in range(num_flows):
             # Each step starts with another component: alone, the first of a step stays normal.
@@ -153,6 +160,11 @@ class MAF(nn.Module):
         # In units of the start's scale, so that one learning rate fits every parameter.
         self.shift = nn.Parameter(torch.zeros_like(loc))
         self.stretch = nn.Parameter(torch.zeros_like(loc))
+
+    def shape(self) -> list[nn.Parameter]:
+        """Weights of all but loc and scale; a plain normal has none."""
+        tails = [] if self.tails is None else self.tails.parameters()
+        return [*self.steps.parameters(), *tails]
 
     def loc_scale(self) -> tuple[Float[Tensor, " theta"], Float[Tensor, " theta"]]:
         """Location and log scale of the outermost affine map."""
@@ -175,6 +187,9 @@ class MAF(nn.Module):
             traces.append(step.trace(z[:, getattr(self, f"permutation_{i}")]))
             z, ladj = step.apply_trace(traces[-1])
             log_q = log_q - ladj
+        if self.tails is not None:
+            z, log_slope = self.tails(z)
+            log_q = log_q - log_slope.sum(-1)
         loc, log_scale = self.loc_scale()
         return loc + log_scale.exp() * z, log_q - log_scale.sum(), traces
 
@@ -185,6 +200,8 @@ class MAF(nn.Module):
         g = -noise
         for i, (step, trace) in enumerate(zip(self.steps, traces, strict=True)):
             g = step.push_score(trace, g[:, getattr(self, f"permutation_{i}")])
+        if self.tails is not None:
+            g = self.tails.push_score(IAF.apply_trace(traces[-1])[0], g)
         return g * (-self.loc_scale()[1]).exp()
 
     def log_prob(self, vartheta: Float[Tensor, "mc theta"]) -> Float[Tensor, " mc"]:
@@ -197,6 +214,9 @@ class MAF(nn.Module):
         """Return (noise, log q(ϑ)) of ϑ."""
         loc, log_scale = self.loc_scale()
         z, log_q = (vartheta - loc) * (-log_scale).exp(), -log_scale.sum()
+        if self.tails is not None:
+            z, log_slope = self.tails.inverse(z)
+            log_q = log_q - log_slope.sum(-1)
         for i, step in reversed(list(enumerate(self.steps))):
             z, ladj = step.inverse(z)
             z, log_q = z[:, getattr(self, f"permutation_{i}").argsort()], log_q - ladj

@@ -108,9 +108,8 @@ class VariationalPosterior(nn.Module):
 
     def _build(self, model: StateSpaceModel, grid: Grid, start: Start) -> None:
         family, p, d = self.family, model.num_states, model.num_theta
-        self.theta_flow = MAF(
-            d, family.theta_flows, (family.theta_hidden,) * 2, start.vartheta, start.vartheta_sd
-        )
+        hidden, place = (family.theta_hidden,) * 2, (start.vartheta, start.vartheta_sd)
+        self.theta_flow = MAF(d, family.theta_flows, hidden, *place, tails=family.base)
         ahead, behind = _features(grid, family, self.first)
         self.register_buffer("features_ahead", ahead)
         self.register_buffer("features_behind", behind)
@@ -121,7 +120,7 @@ class VariationalPosterior(nn.Module):
             for _ in range(family.num_flows)
         )
         loc = start.path[self.first :]
-        self.to_range = range_map(model, len(loc), 1.0 if family.base else family.unit)
+        self.to_range = range_map(model, len(loc), None if family.base else family.unit)
         loc = self.to_range.inverse(loc) if family.base else torch.zeros_like(loc)
         free = torch.ones_like(loc)
         if self.first == 0:

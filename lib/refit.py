@@ -38,7 +38,11 @@ class Pool(NamedTuple):
 
 
 def refit_theta(
-    flow: MAF, log_p: LogDensity, draws: int, generator: torch.Generator
+    flow: MAF,
+    log_p: LogDensity,
+    draws: int,
+    generator: torch.Generator,
+    num_steps: int = NUM_STEPS,
 ) -> Float[Tensor, "tails theta"] | None:
     r"""Fit q(ϑ) to draws weighted by the posterior; q(x | ϑ) stays.
 
@@ -54,6 +58,7 @@ def refit_theta(
         log_p: log p(ϑ, y), or an estimate of it such as ``log_ratio``'s.
         draws: How many.
         generator: Of the draws.
+        num_steps: Of Adam.
 
     Returns:
         Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where the
@@ -63,7 +68,7 @@ def refit_theta(
     weight = truncated(pool.log_weight)
     if not weight.sum().square() >= SMALLEST_SHARE * draws * weight.square().sum():
         return None
-    fit_to(flow, pool, weight, generator)
+    fit_to(flow, pool, weight, generator, num_steps)
     return tails(flow, pool, generator)
 
 
@@ -84,15 +89,21 @@ def truncated(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
     return (n * torch.softmax(log_weight, 0)).clamp(max=n**0.5)
 
 
-def fit_to(flow: MAF, pool: Pool, weight: Float[Tensor, " mc"], generator: torch.Generator) -> None:
-    """Minimise over the IAF steps; loc and scale stay, because the path's networks see them."""
-    weights, n = list(flow.steps.parameters()), len(pool.vartheta)
-    if not weights:  # a plain normal has nothing else
+def fit_to(
+    flow: MAF,
+    pool: Pool,
+    weight: Float[Tensor, " mc"],
+    generator: torch.Generator,
+    num_steps: int = NUM_STEPS,
+) -> None:
+    """Minimise over the shape of q(ϑ); loc and scale stay, because the path's networks see them."""
+    weights, n = flow.shape(), len(pool.vartheta)
+    if not weights:
         return
     log_p = (pool.log_weight + pool.log_m - log_mean(pool.log_weight)).clamp(min=LOWEST)
     optimizer = torch.optim.Adam(weights, lr=LEARNING_RATE, betas=BETAS, fused=True)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    for _ in range(NUM_STEPS):
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    for _ in range(num_steps):
         i = torch.randint(n, (BATCH,), generator=generator, device=weight.device)
         log_q = flow.log_prob(pool.vartheta[i])
         forward = -(weight[i] * log_q).mean()

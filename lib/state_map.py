@@ -12,11 +12,16 @@ from lib.bounds import Bounds, natural_bounds
 # Added to positive states: softplus underflows to 0 below -87 in float32, and log 0 breaks log β.
 # A shift leaves the Jacobian exact; the posterior mass below it is nil.
 POSITIVE_FLOOR = 1e-15
+FAR = -30.0  # log softplus(u) is u to 13 digits below
 SMALLEST = 1e-3  # above a lower end of x_0, where a fit starts
 
 
 class StateMap(nn.Module):
-    """h by time and component: unit·softplus(u) for a positive state, otherwise unit·u.
+    r"""h by time and component, for a positive state :math:`\frac14\text{softplus}(u)^2`, or u.
+
+    Far from 0 that is u²/4: counts, whose diffusion is proportional to x, have a constant one in u
+    (Lamperti's transform). Near 0 it is a log. With a unit, h is the paper's: unit·softplus(u), or
+    unit·u.
 
     Where the density of x_0 has its mass elsewhere, as a uniform one does, h of the first time goes
     there: softplus above a lower end, a sigmoid between two.
@@ -25,7 +30,7 @@ class StateMap(nn.Module):
         positive: Which states are positive.
         num_times: Times of the path.
         start: Bounds of x_0 if the path includes it.
-        unit: In which the states are measured, a constant.
+        unit: In which the states are measured, a constant; None for the square.
     """
 
     def __init__(
@@ -33,10 +38,10 @@ class StateMap(nn.Module):
         positive: tuple[bool, ...],
         num_times: int,
         start: Bounds | None,
-        unit: float | int = 1.0,
+        unit: float | None = None,
     ) -> None:
         super().__init__()
-        self.unit = unit
+        self.square, self.unit = unit is None, 1.0 if unit is None else unit
         soft = torch.tensor(positive)
         own = natural_bounds(soft)
         start = own if start is None else start
@@ -59,8 +64,12 @@ class StateMap(nn.Module):
         """x and log dx/du, which broadcasts with u."""
         x, log_slope = u, u.new_zeros(())
         if self.any_soft:
-            x = torch.where(self.soft, softplus(u, threshold=40.0) + POSITIVE_FLOOR, u)
-            log_slope = torch.where(self.soft, logsigmoid(u), torch.zeros_like(u))
+            soft, slope = softplus(u, threshold=40.0), logsigmoid(u)
+            if self.square:
+                slope = slope + _log_softplus(u) - math.log(2.0)
+                soft = 0.25 * soft.square()
+            x = torch.where(self.soft, soft + POSITIVE_FLOOR, u)
+            log_slope = torch.where(self.soft, slope, torch.zeros_like(u))
         if self.unit != 1:
             x, log_slope = self.unit * x, log_slope + math.log(self.unit)
         if self.narrow:
@@ -74,4 +83,10 @@ class StateMap(nn.Module):
             x = self.bounds.to_unconstrained(self.bounds.inside(x)) - self.end
             x = torch.where(self.soft, x.clamp(min=SMALLEST), x)
         x = x / self.unit
-        return torch.where(self.soft, x + torch.log(-torch.expm1(-x)), x)
+        soft = 2 * x.clamp(min=0.0).sqrt() if self.square else x
+        return torch.where(self.soft, soft + torch.log(-torch.expm1(-soft)), x)
+
+
+def _log_softplus(u: Tensor) -> Tensor:
+    """Log softplus(u), which is u where softplus underflows."""
+    return torch.where(u < FAR, u, softplus(u.clamp(min=FAR), threshold=40.0).log())

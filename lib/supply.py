@@ -10,13 +10,14 @@ from lib.elbo import log_ratio
 from lib.linear_start import COMMON
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
-from lib.refit import refit_theta
+from lib.refit import NUM_STEPS, refit_theta
 from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
 
 MOST_STEPS = 20  # whose chains are made together
 # The last refit decides how good q(ϑ) is; those before it have only to find its tails.
 LAST_DRAWS = 20_000
+LAST_STEPS = 300
 LAST_VALUES = 20_000_000  # of their paths, unless that is fewer than
 EARLY_DRAWS = 4000
 START_DRAWS = 1000
@@ -53,16 +54,19 @@ class ThetaSupply:
     def refit(self, last: bool) -> None:
         """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""
         many = min(LAST_DRAWS, LAST_VALUES // self.q.loc0.numel())
-        self._refit(max(many, EARLY_DRAWS) if last else EARLY_DRAWS)
+        if last:
+            self._refit(max(many, EARLY_DRAWS), num_steps=LAST_STEPS)
+        else:
+            self._refit(EARLY_DRAWS)
 
-    def _refit(self, draws: int, common: int = 0) -> None:
+    def _refit(self, draws: int, common: int = 0, num_steps: int = NUM_STEPS) -> None:
         """Where a refit is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:
             """log p(ϑ, y), an estimate for each ϑ."""
             return log_ratio(self.model, self.q, self.grid, vartheta, self.generator, common)
 
-        found = refit_theta(self.q.theta_flow, log_p, draws, self.generator)
+        found = refit_theta(self.q.theta_flow, log_p, draws, self.generator, num_steps)
         self.tails = self.tails if found is None else found
         self.stock.clear()
 

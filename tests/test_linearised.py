@@ -126,7 +126,7 @@ def test_prior_of_x0_has_its_median_and_spread_in_u() -> None:
     linearised = smoother(model, data).linearised()
     mean, variance = linearised.prior
     x = LogNormal(1.0, 0.5).icdf(torch.tensor([0.16, 0.5, 0.84]))
-    low, median, high = torch.log(torch.expm1(x))
+    low, median, high = torch.log(torch.expm1(2 * x.sqrt()))
     assert abs(mean[1] + linearised.loc[0, 1] - median) < 5 * 1.25 * (high - low) / 2 / 100
     assert variance[1, 1].sqrt() == pytest.approx(float(high - low) / 2, rel=0.06)
     assert mean[0] == 0 and variance[0].eq(0).all() and variance[1, 0] == 0
@@ -166,11 +166,14 @@ def test_transitions_are_the_slopes_of_itos_formula(kind: str) -> None:
     before = torch.cat([to_range.inverse(path[:1].expand(3, -1))[:1], loc[:-1]])
 
     def h(u: Tensor) -> Tensor:
-        return torch.nn.functional.softplus(u)
+        return 0.25 * torch.nn.functional.softplus(u).square()
+
+    def first(u: Tensor) -> Tensor:
+        return 0.5 * torch.nn.functional.softplus(u) * torch.sigmoid(u)
 
     def ahead(u: Tensor) -> Tensor:
-        x, slope = h(u), torch.sigmoid(u)
-        bend = slope * (1 - slope)
+        x, slope, s = h(u), first(u), torch.sigmoid(u)
+        bend = 0.5 * (s.square() + torch.nn.functional.softplus(u) * s * (1 - s))
         beta = sde.diffusion(torch.zeros(1), x, theta[0]).diagonal()
         drift = sde.drift(torch.zeros(1), x, theta[0])
         return u + dt * (drift / slope - 0.5 * bend * beta / slope**3)
@@ -180,7 +183,7 @@ def test_transitions_are_the_slopes_of_itos_formula(kind: str) -> None:
         torch.testing.assert_close(found.c[i, :, 0], ahead(u) - loc[i], rtol=1e-7, atol=1e-7)
         slopes = torch.autograd.functional.jacobian(ahead, u)
         torch.testing.assert_close(found.F[i, ..., 0], slopes, rtol=1e-5, atol=1e-6)
-        inverse = torch.diag(1 / torch.sigmoid(u))
+        inverse = torch.diag(1 / first(u))
         Q = dt * inverse @ sde.diffusion(torch.zeros(1), h(u), theta[0]) @ inverse
         torch.testing.assert_close(found.Q[i, ..., 0], Q, rtol=1e-9, atol=1e-12)
     assert found.c.shape == (3, p, 1)

@@ -10,28 +10,32 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from lib.maf import IAF, MAF, STRETCH, log_stretched, stretched
 
+TAILS = pytest.mark.parametrize("tails", [False, True])
 
-def perturbed(size: int, num_flows: int = 3) -> MAF:
+
+def perturbed(size: int, num_flows: int = 3, tails: bool = False) -> MAF:
     """A flow far from the identity, with a location and scales of its own."""
-    q = MAF(size, num_flows, (16, 16), torch.randn(size), torch.rand(size) + 0.3)
+    q = MAF(size, num_flows, (16, 16), torch.randn(size), torch.rand(size) + 0.3, tails)
     for weight in q.parameters():
         weight.data += 0.25 * torch.randn_like(weight)
     return q
 
 
+@TAILS
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_log_prob_is_that_of_the_draws(size):
+def test_log_prob_is_that_of_the_draws(size, tails):
     """Kills a permutation that is not undone, a lost scale, and s of the wrong component."""
-    q = perturbed(size)
+    q = perturbed(size, tails=tails)
     with torch.no_grad():
         vartheta, log_q = q(torch.randn(500, size))
         torch.testing.assert_close(q.log_prob(vartheta), log_q, atol=1e-10, rtol=0.0)
 
 
+@TAILS
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_score_is_the_gradient_of_log_prob(size):
+def test_score_is_the_gradient_of_log_prob(size, tails):
     """Kills a wrong permutation, slope of s or triangle in the solve without an inverse."""
-    q, noise = perturbed(size), torch.randn(50, size)
+    q, noise = perturbed(size, tails=tails), torch.randn(50, size)
     vartheta, _, traces = q.trace(noise)
     vartheta = vartheta.detach().requires_grad_()
     (expected,) = torch.autograd.grad(q.log_prob(vartheta).sum(), vartheta)
@@ -55,9 +59,10 @@ def test_log_prob_without_flows_is_a_normal():
     torch.testing.assert_close(q.log_prob(vartheta), normal.log_prob(vartheta).sum(-1))
 
 
-def test_density_integrates_to_one_in_the_plane():
+@TAILS
+def test_density_integrates_to_one_in_the_plane(tails):
     """Kills a Jacobian that the forward pass and the inverse get wrong alike."""
-    q = perturbed(2, num_flows=2)
+    q = perturbed(2, num_flows=2, tails=tails)
     with torch.no_grad():
         draws = q(torch.randn(4000, 2))[0]
         low, high = draws.min(0).values - 3.0, draws.max(0).values + 3.0
@@ -126,9 +131,10 @@ def test_the_mixture_integrates_to_one(size):
     assert total.item() == pytest.approx(1.0, abs=1e-10)
 
 
+@TAILS
 @pytest.mark.parametrize("size", [1, 3])
-def test_inverse_gives_back_the_noise_and_log_q(size):
-    q, noise = perturbed(size), torch.randn(50, size)
+def test_inverse_gives_back_the_noise_and_log_q(size, tails):
+    q, noise = perturbed(size, tails=tails), torch.randn(50, size)
     vartheta, log_q = q(noise)
     back, same = q.inverse(vartheta)
     torch.testing.assert_close(back, noise, atol=1e-9, rtol=0.0)
