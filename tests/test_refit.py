@@ -213,13 +213,19 @@ def skewed_pool(n: int, wide: bool) -> refit.Pool:
     return refit.Pool(draws, log_m, log_skewed(draws) - log_m - 70.0)
 
 
-def plane_flow(num_flows: int = 2) -> MAF:
+def plane_flow(num_flows: int = 2, tails: bool = True) -> MAF:
     """A flow away from the identity, its loc and scale learned already."""
-    flow = MAF(2, num_flows, (16, 16), torch.tensor([0.3, -0.3]), torch.tensor([0.7, 1.4]))
+    place = torch.tensor([0.3, -0.3]), torch.tensor([0.7, 1.4])
+    flow = MAF(2, num_flows, (16, 16), *place, tails)
     with torch.no_grad():
         for weight in (flow.shift, flow.stretch):
             weight.fill_(0.1)
     return flow
+
+
+def shape_of(flow: MAF) -> set[str]:
+    """Names of the weights that a refit moves: all but loc and scale."""
+    return {name for name, _ in flow.named_parameters()} - {"shift", "stretch"}
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -232,7 +238,7 @@ def test_a_skewed_target_is_learned(wide: bool) -> None:
     before = kept(flow)
     weight = refit.truncated(pool.log_weight)
     refit.fit_to(flow, pool, weight, torch.Generator().manual_seed(0))
-    assert changed(flow, before) == {f"steps.{name}" for name, _ in flow.steps.named_parameters()}
+    assert changed(flow, before) == shape_of(flow)
     got, target = flow(torch.randn(50_000, 2))[0].detach(), skewed(500_000)
     assert_close(got.mean(0), torch.zeros(2), rtol=0, atol=0.05)
     assert_close(got.std(0), target.std(0), rtol=0, atol=0.05)
@@ -242,7 +248,6 @@ def test_a_skewed_target_is_learned(wide: bool) -> None:
 
 def test_a_step_follows_both_divergences(monkeypatch) -> None:
     """Kills a lost term, weight or constant; the sums are over the batch, the densities named."""
-    monkeypatch.setattr(refit, "NUM_STEPS", 1)
     monkeypatch.setattr(refit, "CLIP_NORM", math.inf)
     flow, pool, w = plane_flow(), skewed_pool(200, True), torch.rand(200)
     i = torch.randint(200, (refit.BATCH,), generator=torch.Generator().manual_seed(4))
@@ -250,13 +255,13 @@ def test_a_step_follows_both_divergences(monkeypatch) -> None:
     p = m * pool.log_weight[i].exp() / pool.log_weight.exp().mean()
     inclusive = -(w[i] * log_q).mean()
     exclusive = (log_q.exp() / m * (log_q - p.log())).mean()
-    weights = list(flow.steps.parameters())
+    weights = flow.shape()
     expected = torch.autograd.grad(inclusive + refit.REVERSE * exclusive, weights)
-    refit.fit_to(flow, pool, w, torch.Generator().manual_seed(4))
+    refit.fit_to(flow, pool, w, torch.Generator().manual_seed(4), num_steps=1)
     for weight, gradient in zip(weights, expected, strict=True):
         assert_close(weight.grad, gradient)
     monkeypatch.setattr(refit, "CLIP_NORM", 1e-3)
-    refit.fit_to(flow, pool, w, torch.Generator().manual_seed(4))
+    refit.fit_to(flow, pool, w, torch.Generator().manual_seed(4), num_steps=1)
     norm = torch.cat([weight.grad.flatten() for weight in weights]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-2)
 
@@ -269,6 +274,27 @@ def test_weights_are_cut_at_the_root_of_their_number() -> None:
     assert weight.max() > 200
     expected = torch.where(weight > 20, 20.0, weight)
     assert_close(refit.truncated(log_weight - 900.0), expected)
+
+
+def test_a_margin_with_a_tail_of_its_own_is_learned() -> None:
+    """A tenth of one margin is wide and low, as that of an epidemic's log σ is: KL(p‖q).
+
+    It was 0.010, and 0.029 without the map T. Kills a T that is left out.
+    """
+    law = MixtureSameFamily(
+        Categorical(torch.tensor([0.9, 0.1])),
+        Normal(torch.tensor([0.0, -3.0]), torch.tensor([1.0, 4.0])),
+    )
+    y = torch.stack([law.sample((40_000,)), torch.randn(40_000)], 1)
+    log_p, divergence = law.log_prob(y[:, 0]) + Normal(0.0, 1.0).log_prob(y[:, 1]), []
+    seen, fresh = slice(0, 20_000), slice(20_000, None)
+    for tails in (True, False):
+        flow = plane_flow(tails=tails)
+        pool = refit.Pool(y[seen], log_p[seen], torch.zeros(20_000))
+        weight, generator = torch.ones(20_000), torch.Generator().manual_seed(0)
+        refit.fit_to(flow, pool, weight, generator, num_steps=300)
+        divergence.append(float((log_p - flow.log_prob(y).detach())[fresh].mean()))
+    assert divergence[0] < 0.015 and divergence[1] > 2 * divergence[0], divergence
 
 
 def test_a_flow_without_steps_is_left_alone() -> None:
@@ -318,8 +344,7 @@ def test_a_narrow_q_gets_its_spread_back_and_the_path_stays(monkeypatch) -> None
     state = torch.get_rng_state()
     found = refitted(model, q, grid, 20_000, seed=0)
     assert torch.get_rng_state().equal(state), "the global generator moved"
-    steps = {f"theta_flow.steps.{name}" for name, _ in q.theta_flow.steps.named_parameters()}
-    assert changed(q, before) == steps
+    assert changed(q, before) == {f"theta_flow.{name}" for name in shape_of(q.theta_flow)}
     vartheta = q.theta_flow(noise)[0].detach()
     assert_close(vartheta.std(0) / reference.sd, torch.ones(3), rtol=0, atol=0.15)
     off = (vartheta.mean(0) - reference.mean) / reference.sd

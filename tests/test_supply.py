@@ -12,8 +12,9 @@ from lib import supply as module
 from lib.linear_start import COMMON, linear_start
 from lib.maf import STRETCH
 from lib.posterior import VariationalPosterior
+from lib.refit import NUM_STEPS
 from lib.start import find_start
-from lib.supply import EARLY_DRAWS, LAST_DRAWS, MOST_STEPS, START_DRAWS, ThetaSupply
+from lib.supply import EARLY_DRAWS, LAST_DRAWS, LAST_STEPS, MOST_STEPS, START_DRAWS, ThetaSupply
 
 X0, SIGMA2, DT, SD = 2.0, 0.25, 0.1, 0.7
 INNER, WIDE = 6, 3
@@ -140,10 +141,10 @@ class Refits:
     """In place of ``refit_theta``: what it was asked, and the tails it finds, or None."""
 
     def __init__(self, found: torch.Tensor | None) -> None:
-        self.found, self.draws = found, []
+        self.found, self.asked = found, []
 
-    def __call__(self, flow, log_p, draws, generator):
-        self.draws.append(draws)
+    def __call__(self, flow, log_p, draws, generator, num_steps):
+        self.asked.append((draws, num_steps))
         log_p(torch.zeros(2, 3))
         return self.found
 
@@ -162,7 +163,7 @@ def test_a_refit_clears_the_stock_and_a_refused_one_keeps_the_tails(
     assert (supply.noise().theta[INNER:] == 1).all()
 
 
-def test_start_has_common_noise_and_the_last_refit_most_draws(
+def test_start_has_common_noise_and_the_last_refit_most_draws_and_steps(
     supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refits, common = Refits(None), []
@@ -176,7 +177,8 @@ def test_start_has_common_noise_and_the_last_refit_most_draws(
     supply.start()
     supply.refit(last=False)
     supply.refit(last=True)
-    assert refits.draws == [START_DRAWS, EARLY_DRAWS, LAST_DRAWS]
+    rough = [(START_DRAWS, NUM_STEPS), (EARLY_DRAWS, NUM_STEPS)]
+    assert refits.asked == [*rough, (LAST_DRAWS, LAST_STEPS)]
     assert common == [COMMON, 0, 0]
 
 
