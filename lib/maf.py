@@ -166,6 +166,11 @@ class MAF(nn.Module):
         tails = [] if self.tails is None else self.tails.parameters()
         return [*self.steps.parameters(), *tails]
 
+    def lengthen_tails(self) -> None:
+        """Those of each component, if there is a map T."""
+        if self.tails is not None:
+            self.tails.lengthen()
+
     def loc_scale(self) -> tuple[Float[Tensor, " theta"], Float[Tensor, " theta"]]:
         """Location and log scale of the outermost affine map."""
         loc = self.loc0 + self.log_scale0.exp() * self.shift

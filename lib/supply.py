@@ -52,15 +52,18 @@ class ThetaSupply:
         self._refit(START_DRAWS, COMMON)
 
     def refit(self, last: bool) -> None:
-        """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it."""
-        many = min(LAST_DRAWS, LAST_VALUES // self.q.loc0.numel())
-        if last:
-            self._refit(max(many, EARLY_DRAWS), num_steps=LAST_STEPS)
-        else:
-            self._refit(EARLY_DRAWS)
+        """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it.
 
-    def _refit(self, draws: int, common: int = 0, num_steps: int = NUM_STEPS) -> None:
-        """Where a refit is refused, what an earlier one found stays."""
+        The last time its tails are left a little longer than the draws found them.
+        """
+        many = max(EARLY_DRAWS, min(LAST_DRAWS, LAST_VALUES // self.q.loc0.numel()))
+        if not last:
+            self._refit(EARLY_DRAWS)
+        elif self._refit(many, num_steps=LAST_STEPS):
+            self.q.theta_flow.lengthen_tails()
+
+    def _refit(self, draws: int, common: int = 0, num_steps: int = NUM_STEPS) -> bool:
+        """Whether it was refitted; where that is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:
             """log p(ϑ, y), an estimate for each ϑ."""
@@ -69,6 +72,7 @@ class ThetaSupply:
         found = refit_theta(self.q.theta_flow, log_p, draws, self.generator, num_steps)
         self.tails = self.tails if found is None else found
         self.stock.clear()
+        return found is not None
 
     def noise(self) -> Noise:
         """Of one step: draws of q, and wider ones whose ϑ lie in its tails."""
