@@ -86,3 +86,19 @@ def test_it_computes_in_the_dtype_of_its_weights():
     made = perturbed().to(torch.float32)
     x, _ = made(everywhere().float())
     assert x.dtype == torch.float32 and made.inverse(x)[0].dtype == torch.float32
+
+
+def test_longer_tails_leave_the_middle_and_both_sides_alike():
+    """Kills a slope added where it is to be multiplied, one side alone, and quantiles that move."""
+    made = perturbed()
+    before, z = made.log_slope.detach().clone(), everywhere()
+    old = made(z)[0].detach()
+    made.lengthen()
+    factor = (made.log_slope.detach() - before).exp()
+    right = {-4.0: 1.625, -3.0: 1.375, -1.5: 1.0, 0.0: 1.0, 1.5: 1.0, 2.5: 1.25, 4.0: 1.625}
+    for place, value in right.items():
+        k = round((place + REACH) / STEP)
+        torch.testing.assert_close(factor[:, k], torch.full_like(factor[:, k], value))
+    new, middle = made(z)[0].detach(), z.abs() <= 1.5
+    torch.testing.assert_close(new[middle], old[middle], rtol=0.0, atol=1e-12)
+    assert (new.abs() > old.abs())[z.abs() >= 2].all()

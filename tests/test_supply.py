@@ -182,6 +182,26 @@ def test_start_has_common_noise_and_the_last_refit_most_draws_and_steps(
     assert common == [COMMON, 0, 0]
 
 
+@pytest.mark.parametrize("last, found", [(True, True), (True, False), (False, True)])
+def test_tails_are_longer_after_a_last_refit_that_was_not_refused(
+    supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch, last: bool, found: bool
+) -> None:
+    """Kills tails that grow where no refit takes them back: in the steps, and with each resume."""
+    supply.q = copy.deepcopy(supply.q)
+    monkeypatch.setattr(module, "refit_theta", Refits(torch.ones(10, 3) if found else None))
+    before = supply.q.theta_flow.tails.log_slope.clone()
+    supply.refit(last)
+    longer = supply.q.theta_flow.tails.log_slope - before
+    assert (longer != 0).any() == (last and found)
+
+
+def test_a_last_refit_without_a_map_of_tails_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    supply = made(lib.Family.paper())
+    monkeypatch.setattr(module, "refit_theta", Refits(torch.ones(10, 3)))
+    supply.refit(last=True)
+    assert supply.tails is not None
+
+
 def test_it_repeats_from_its_generator_and_leaves_the_global_one() -> None:
     first, state = started(), torch.get_rng_state()
     again = made(first.q.family, start=True)
