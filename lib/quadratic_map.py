@@ -9,8 +9,8 @@ from torch import Tensor, nn
 REACH = 4.0  # of the knots, in units of the noise
 KNOTS = 17
 STEP = 2 * REACH / (KNOTS - 1)
-TAIL = 1.5  # where those begin that can be made longer
-LONGER = 0.25  # by how much of the slope, for a unit of noise more
+TAIL = 1.5  # where ``lengthen`` begins; it is all there one unit of noise further
+LONGER = 0.25  # by this share of the slope
 
 
 class Piece(NamedTuple):
@@ -64,13 +64,13 @@ class QuadraticMap(nn.Module):
 
     @torch.no_grad()
     def lengthen(self) -> None:
-        r"""Multiply s by :math:`1 + (|z| - 1.5)_+/4`: longer tails, the same quantiles between.
+        r"""Multiply s by 1 up to :math:`|z| = 1.5`, by 5/4 from 2.5 on: longer tails.
 
         Importance weights need a q that falls off later than the posterior (Owen and Zhou 2000);
         one that is fitted to draws falls off where they end.
         """
         z = STEP * torch.arange(KNOTS).to(self.log_slope) - REACH
-        self.log_slope += (LONGER * (z.abs() - TAIL).clamp(min=0)).log1p()
+        self.log_slope += (LONGER * (z.abs() - TAIL).clamp(0, 1)).log1p()
 
     def push_score(
         self, z: Float[Tensor, "mc theta"], g: Float[Tensor, "mc theta"]
