@@ -16,7 +16,9 @@ from lib import plots
 
 SEEDS = range(5)
 DEFAULT = lib.FitConfig()
-LENGTHS = {20_000: [50, 500], 60_000: [1000, DEFAULT.num_steps]}  # steps, by the draws after them
+# Steps of our fits, and draws after them: a linear model needs next to none.
+LENGTHS = {"ou": [50, 500], "sir": [500, DEFAULT.num_steps]}
+DRAWS = {"ou": 20_000, "sir": 60_000}
 WARM_UP = 500  # of NUTS; with 1,000 neither path came to the bar sooner
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
@@ -44,12 +46,6 @@ class Method(NamedTuple):
     jobs: dict[str, pool.Spec]
 
 
-def ours(draws: int) -> Method:
-    """Our fit with its default options but for the number of its steps."""
-    job = {"method": "ours", "refits": DEFAULT.refits, "steps": LENGTHS[draws], "draws": draws}
-    return Method("ours", "ours", "contenders", dict.fromkeys(NAMES, job))
-
-
 def nuts(path: str, draws: tuple[int, int]) -> Method:
     """One chain with so many draws for OU and for the epidemic."""
     jobs = {
@@ -66,10 +62,15 @@ def guide(name: str, title: str, rate: float) -> Method:
     return Method(title, title, "peers", dict.fromkeys(NAMES, job))
 
 
+# Our fit with its default options but for the number of its steps.
+FITS = {
+    problem: {"method": "ours", "refits": DEFAULT.refits, "steps": steps, "draws": DRAWS[problem]}
+    for problem, steps in LENGTHS.items()
+}
 CHAINS = {"method": "filter MH", "chains": 64, "warmup": 500, "draws": 2000}
 PARTICLES = {"method": "particle MH", "chains": 16, "particles": 100, "warmup": 500, "draws": 2000}
 METHODS = [
-    *map(ours, LENGTHS),
+    Method("ours", "ours", "contenders", FITS),
     nuts("innovation", (40_000, 20_000)),
     nuts("centred", (40_000, 6000)),
     guide("normal", "AutoMultivariateNormal", rate=1e-2),

@@ -352,7 +352,10 @@ def test_specs_take_turns_and_differ():
     names = {(spec["problem"], spec["name"]) for spec in wanted.values()}
     assert ("ou", "filter + MH") in names and ("sir", "filter + MH") not in names
     steps = [s["steps"] for s in wanted.values() if (s["name"], s["seed"]) == ("ours", 4)]
-    assert steps == sum(compare.LENGTHS.values(), []) * 2 and lib.FitConfig().num_steps in steps
+    assert (
+        steps == [*compare.LENGTHS["ou"], *compare.LENGTHS["sir"]]
+        and lib.FitConfig().num_steps in steps
+    )
     trial = compare.specs(compare.METHODS, ["ou"], trial=7).values()
     assert {spec.get("steps", spec["draws"]) for spec in trial} == {7}
 
