@@ -70,10 +70,10 @@ def unresolved(
 
 
 def refine(
-    panels: Float[Tensor, "panels 2"], split: Bool[Tensor, " panels"], keep: Bool[Tensor, " panels"]
+    panels: Float[Tensor, "panels 2"], split: Bool[Tensor, " panels"]
 ) -> tuple[Float[Tensor, "refined 2"], Int[Tensor, " refined"], Bool[Tensor, " refined"]]:
-    """Halve or drop panels; also the index each came from, and whether it is unchanged."""
-    source = torch.arange(len(panels)).repeat_interleave(torch.where(split, 2, 1) * keep)
+    """Halve panels; also the index each came from, and whether it is unchanged."""
+    source = torch.arange(len(panels)).repeat_interleave(torch.where(split, 2, 1))
     second = torch.zeros_like(source, dtype=torch.bool)
     second[1:] = source[1:] == source[:-1]
     first = split[source] & ~second
