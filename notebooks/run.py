@@ -22,8 +22,8 @@ from studies import STUDIES
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = (
-    "On 2 CPU cores: set-up 2 to 5 minutes with its downloads, the full run about 50 minutes, "
-    "--quick at most 5, --test at most 14, a second full run with nothing changed a few seconds."
+    "On 2 CPU cores, by machine: set-up 2 to 5 minutes with its downloads, the full run 30 to 100, "
+    "--quick 4 to 10, --test 15 to 35, a second full run with nothing changed a few seconds."
 )
 
 
