@@ -19,7 +19,7 @@ DEFAULT = lib.FitConfig()
 # Steps of our fits, and draws after them: a linear model needs next to none.
 LENGTHS = {"ou": [50, 500], "sir": [500, DEFAULT.num_steps]}
 DRAWS = {"ou": 20_000, "sir": 60_000}
-WARM_UP = 500  # of NUTS; with 1,000 neither path came to the bar sooner
+WARM_UP = 500  # of NUTS
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
 ABOUT = (

@@ -96,5 +96,6 @@ class QuadraticMap(nn.Module):
     def _piece(place: Tensor, slope: Tensor, at: Tensor) -> Piece:
         """What begins at that knot; beyond the outermost ones the slope does not rise."""
         here, ahead = place.clamp(0, KNOTS - 1), (place + 1).clamp(0, KNOTS - 1)
-        first, rise = slope.mT.gather(0, here), slope.mT.gather(0, ahead) - slope.mT.gather(0, here)
+        first = slope.mT.gather(0, here)
+        rise = slope.mT.gather(0, ahead) - first
         return Piece(STEP * here.to(slope) - REACH, at.mT.gather(0, here), first, rise)

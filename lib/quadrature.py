@@ -17,7 +17,7 @@ from lib.kalman import LinearGaussian, forward_filter, ou_transition
 
 NAMES = ("log_theta1", "theta2", "log_theta3")
 REACH = 6.0  # prior standard deviations covered: 2e-9 of the prior mass lies outside
-WIDEST = 5.0  # first panels, log units: nodes at most 0.9 apart, so no mode hides between them
+WIDEST = 5.0  # first panels, log units: nodes at most 0.9 apart, for modes to be seen
 NEGLIGIBLE = 1e-16  # of the total mass: a cell below this, like its neighbours, is empty
 HOPELESS = 1e11  # nats below zero, where the likelihood is taken as 0
 MAX_ROUNDS = 40  # each halves panels or looks one cell further along a ridge
@@ -143,7 +143,7 @@ def ou_posterior(
     log p(y | θ) is quadratic in θ2, so that three filter runs integrate θ2 out exactly. Over
     (log θ1, log θ3) a product of Gauss-Legendre panels covers the prior's ±6 s.d.; panels are
     halved until their Legendre series has converged, and evaluated no further from the mass than
-    its neighbours. Tails, ridges and separate modes are kept. About a second for N = 200.
+    its neighbours. Tails, ridges and separate modes are kept. A few seconds for N = 200.
 
     Args:
         y: Observations at t_1..t_N; NaN = missing.
@@ -155,7 +155,7 @@ def ou_posterior(
 
     Raises:
         ValueError: If prior_sd is not positive, or as :func:`lib.kalman.forward_filter`.
-        RuntimeError: If 20 rounds of halving do not resolve the posterior.
+        RuntimeError: If 40 rounds do not resolve the posterior.
     """
     if not 0 < prior_sd < math.inf:
         raise ValueError(f"prior_sd must be positive and finite; got {prior_sd}.")
@@ -164,7 +164,7 @@ def ou_posterior(
     edges = torch.linspace(-REACH * prior_sd, REACH * prior_sd, count + 1, dtype=torch.float64)
     rows = columns = torch.stack([edges[:-1], edges[1:]], dim=1)
     cells = torch.empty(count, count, 3, panels.ORDER, panels.ORDER, dtype=torch.float64)
-    known, alive = torch.zeros(2, count, count, dtype=torch.bool).unbind()
+    known = torch.zeros(count, count, dtype=torch.bool)
     missing = ~known
     for _ in range(MAX_ROUNDS):
         cells[missing] = _evaluate(model, rows, columns, missing)

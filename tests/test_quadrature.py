@@ -177,6 +177,18 @@ def test_second_mode_in_log_theta3_is_kept(series, top):
     assert abs(found - below) < 1e-4, (found, below)
 
 
+def test_ridge_of_paths_without_noise_is_followed_to_its_end():
+    """So far out only the prior acts. Kills an end once no panel is halved any more, though some
+    neighbour of the mass was not looked at yet: nothing is then left below −40.
+    """
+    posterior = ou_posterior(series_with_a_ridge(), 0.1, exact=True, prior_sd=20)
+    points = torch.tensor([-60.0, -40.0])
+    below = posterior.probability_below("log_theta3", points)
+    assert below[1] > 0.004
+    expected = Normal(0.0, 20.0).cdf(points)
+    close(below[0] / below[1], expected[0] / expected[1], 1e-3)
+
+
 def test_ridge_of_white_noise_is_followed_to_its_end():
     """log θ3 ≈ log θ1/2 + constant. At large θ1 the model is white noise, whatever θ1 is."""
     y = 5 + 2 * torch.randn(40)
