@@ -17,7 +17,7 @@ from lib import plots
 SEEDS = range(5)
 DEFAULT = lib.FitConfig()
 # Steps of our fits, and draws after them: a linear model needs next to none.
-LENGTHS = {"ou": [50, 500], "sir": [500, DEFAULT.num_steps]}
+LENGTHS = {"ou": [50, 500], "sir": [250, DEFAULT.num_steps]}
 DRAWS = {"ou": 20_000, "sir": 60_000}
 WARM_UP = 500  # of NUTS
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}

@@ -14,9 +14,9 @@ import lib
 
 NO_GPU = 3  # exit code
 MODES = ("eager", "cuda_graph")
-DRAWS = ((20, 9), (50, 0), (200, 0), (500, 0), (2000, 0))  # inner, wide
+DRAWS = ((40, 20), (50, 0), (200, 0), (500, 0), (2000, 0))  # inner, wide
 OU_LENGTHS = (1000, 10_000, 100_000)  # beside the study's own 200
-FIT_STEPS = (250, 500, 1000, 2000)
+FIT_STEPS = (125, 250, 500, 1000)
 KL_BAR = {"ou": 0.1, "sir": 0.75}  # nats of log p(y) - ELBO
 K_HAT_BAR = 0.7  # of the epidemic
 REPEATS = 100

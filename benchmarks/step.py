@@ -9,7 +9,7 @@ import step_time
 import lib
 from lib.machine import settled
 
-DRAWS = ((20, 9), (50, 0))  # inner, wide: the defaults, and the paper's number
+DRAWS = ((40, 20), (50, 0))  # inner, wide: the defaults, and the paper's number
 PROBLEMS = ("ou", "sir")
 REPEATS = 200
 BAR_MS, BAR_RATIO, AIM_RATIO = 12.0, 5.0, 3.0  # of OU with 50 draws

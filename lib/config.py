@@ -52,10 +52,10 @@ class FitConfig:
 
     dtype: str = "float32"
     threads: int = 1
-    num_steps: int = 2000
-    num_samples: int = 20
+    num_steps: int = 1000
+    num_samples: int = 40
     learning_rate: float = 1e-2
-    wide_samples: int = 9
+    wide_samples: int = 20
     refits: int = 2
     optimizer: str = "muon"
     gradient: str = "path"

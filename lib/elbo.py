@@ -89,8 +89,8 @@ def in_chunks(
     for many in vartheta.split(max(1, q.chain_batch // size) * size):
         chain = q.chain(many)
         for first in range(0, len(many), size):
-            own = None if chain is None else part_of(chain, first, size)
-            yield many[first : first + size], own
+            rows = slice(first, first + size)
+            yield many[rows], None if chain is None else part_of(chain, rows)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ class Family:
 
     receptive_field: int = 10
     num_flows: int = 3
-    hidden: int = 20
+    hidden: int = 32
     layers: int = 2
     gate: str = "unbounded"
     features: str = "centred"

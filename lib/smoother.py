@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 FLOOR = 1e-12  # of what a reading leaves of a variance, relative: rounding must not make it 0
@@ -25,9 +25,9 @@ class Chain(NamedTuple):
     log_sd: Float[Tensor, "state time mc"]
 
 
-def part_of(chain: Chain, first: int, size: int) -> Chain:
+def part_of(chain: Chain, rows: slice | Int[Tensor, " rows"]) -> Chain:
     """The chains of some draws."""
-    return Chain(*(whole[..., first : first + size].contiguous() for whole in chain))
+    return Chain(*(whole[..., rows].contiguous() for whole in chain))
 
 
 class Transitions(NamedTuple):

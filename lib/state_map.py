@@ -13,6 +13,7 @@ from lib.bounds import Bounds, natural_bounds
 # A shift leaves the Jacobian exact; the posterior mass below it is nil.
 POSITIVE_FLOOR = 1e-15
 FAR = -30.0  # log softplus(u) is u to 13 digits below
+SMALLEST_SOFT = 1e-14  # less than softplus(FAR)
 SMALLEST = 1e-3  # above a lower end of x_0, where a fit starts
 
 
@@ -66,7 +67,9 @@ class StateMap(nn.Module):
         if self.any_soft:
             soft, slope = softplus(u, threshold=40.0), logsigmoid(u)
             if self.square:
-                slope = slope + _log_softplus(u) - math.log(2.0)
+                # Log softplus(u) is u where softplus underflows, and its gradient would be NaN.
+                log_soft = torch.where(u < FAR, u, soft.clamp(min=SMALLEST_SOFT).log())
+                slope = slope + log_soft - math.log(2.0)
                 soft = 0.25 * soft.square()
             x = torch.where(self.soft, soft + POSITIVE_FLOOR, u)
             log_slope = torch.where(self.soft, slope, torch.zeros_like(u))
@@ -85,8 +88,3 @@ class StateMap(nn.Module):
         x = x / self.unit
         soft = 2 * x.clamp(min=0.0).sqrt() if self.square else x
         return torch.where(self.soft, soft + torch.log(-torch.expm1(-soft)), x)
-
-
-def _log_softplus(u: Tensor) -> Tensor:
-    """Log softplus(u), which is u where softplus underflows."""
-    return torch.where(u < FAR, u, softplus(u.clamp(min=FAR), threshold=40.0).log())

@@ -1,7 +1,7 @@
 """What the steps of a fit take of ϑ: q(ϑ) refitted, noise of it with its tails, chains."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lib.config import FitConfig
@@ -43,7 +43,15 @@ class ThetaSupply:
         generator: torch.Generator,
     ) -> None:
         self.model, self.q, self.grid, self.generator = model, q, grid, generator
-        self.inner, self.wide = config.num_samples, config.wide_samples
+        # Paths come in pairs of opposite noise: both have the chain of one ϑ, and what is odd in
+        # the noise cancels in the gradient.
+        paths = 2 if q.family.base else 1
+        inner, wide = (
+            torch.arange(n, device=q.loc0.device) for n in (config.num_samples, config.wide_samples)
+        )
+        self.inner, self.wide = (-(-len(part) // paths) for part in (inner, wide))  # of ϑ
+        self.which = torch.cat([inner // paths, self.inner + wide // paths])
+        self.sign = 1 - 2 * torch.cat([inner % paths, wide % paths])[:, None, None]
         self.tails: Float[Tensor, "tails theta"] | None = None
         self.stock: list[tuple[Tensor, Chain | None]] = []
 
@@ -79,7 +87,8 @@ class ThetaSupply:
         if not self.stock:
             self._restock()
         theta, chain = self.stock.pop()
-        return Noise(theta, self.q.draw_path_noise(len(theta), self.generator), chain)
+        path = self.q.draw_path_noise(self.inner + self.wide, self.generator)
+        return Noise(theta, path[self.which] * self.sign, chain)
 
     def _restock(self) -> None:
         """ϑ of the next steps: to make many chains at a time costs little more than to make one."""
@@ -91,8 +100,24 @@ class ThetaSupply:
         theta = torch.cat([self._theta(size) for _ in range(count)])
         with torch.no_grad():
             chain = self.q.chain(self.q.theta_flow(theta)[0])
-        for first in range(0, len(theta), size):
-            self.stock.append((theta[first : first + size], part_of(chain, first, size)))
+        for rows in self._sound(chain).split(size):
+            own = rows[self.which]
+            self.stock.append((theta[own], part_of(chain, own)))
+
+    def _sound(self, chain: Chain) -> Int[Tensor, " mc"]:
+        """Each draw of ϑ, or another in place of one at which the model explodes on this grid.
+
+        Nothing is to be learned there: neither the smoother nor any path is finite.
+        """
+        finite = torch.stack([part.isfinite().flatten(0, -2).all(0) for part in chain]).all(0)
+        rows = torch.arange(len(finite), device=finite.device)
+        steps = rows.view(-1, self.inner + self.wide)
+        for kind in (steps[:, : self.inner], steps[:, self.inner :]):
+            sound, lost = kind[finite[kind]], ~finite[kind]
+            if lost.any() and len(sound):
+                options = {"generator": self.generator, "device": rows.device}
+                kind[lost] = sound[torch.randint(len(sound), (int(lost.sum()),), **options)]
+        return rows
 
     def _theta(self, size: int) -> Float[Tensor, "mc theta"]:
         """Noise of ϑ of one step."""

@@ -401,7 +401,7 @@ def test_elbo_with_the_chain_in_its_noise_is_the_same(name: str, path_gradient: 
     terms = elbo(model, q, grid, noise, 2.0, path_gradient)
     for one, other in zip(elbo(model, q, grid, given, 2.0, path_gradient), terms, strict=True):
         assert one.equal(other)
-    half = Noise(noise.theta[2:5], noise.path[2:5], part_of(given.chain, 2, 3))
+    half = Noise(noise.theta[2:5], noise.path[2:5], part_of(given.chain, slice(2, 5)))
     assert_close(elbo(model, q, grid, half).log_q_x, terms.log_q_x[2:5], rtol=1e-12, atol=1e-12)
 
 

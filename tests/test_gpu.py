@@ -142,7 +142,7 @@ def test_step_study_measures_and_tells_the_bars(monkeypatch):
 
 
 def test_step_studys_cases_are_the_default_and_the_papers_draws():
-    assert list(step.specs(None)) == ["ou 20 + 9", "ou 50 + 0", "sir 20 + 9", "sir 50 + 0"]
+    assert list(step.specs(None)) == ["ou 40 + 20", "ou 50 + 0", "sir 40 + 20", "sir 50 + 0"]
     default = lib.FitConfig()
     assert step.DRAWS[0] == (default.num_samples, default.wide_samples)
     assert {spec["repeats"] for spec in step.specs(7).values()} == {7}

@@ -145,7 +145,9 @@ def test_what_is_known_at_first_stays_known() -> None:
 
 def test_part_of_a_chain_is_that_of_its_draws() -> None:
     model, data = example(2, 2)
-    part = part_of(smooth(model, data), 1, 2)
+    part = part_of(smooth(model, data), slice(1, 3))
     alone = smooth(Transitions(*(x[..., 1:] for x in model)), data._replace(r=data.r[:, 1:]))
-    for found, right in zip(part, alone, strict=True):
+    listed = part_of(smooth(model, data), torch.tensor([1, 2]))
+    for found, right, other in zip(part, alone, listed, strict=True):
         torch.testing.assert_close(found, right)
+        assert torch.equal(found, other)

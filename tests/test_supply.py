@@ -19,6 +19,8 @@ from lib.supply import EARLY_DRAWS, LAST_DRAWS, LAST_STEPS, MOST_STEPS, START_DR
 X0, SIGMA2, DT, SD = 2.0, 0.25, 0.1, 0.7
 INNER, WIDE = 6, 3
 SIZE = INNER + WIDE
+PAIR = [0, 0, 1, 1, 2, 2, 3, 3, 4]  # of ϑ, of each path: the last wide path has none beside it
+ALONE = [0, 2, 4, 6, 8]
 
 
 def ou() -> tuple[lib.StateSpaceModel, lib.Observations]:
@@ -84,18 +86,46 @@ def test_start_fits_q_of_theta_to_the_posterior() -> None:
 
 
 def test_noise_is_of_q_then_of_the_tails(supply: ThetaSupply) -> None:
-    """Kills tails that come first, tails instead of draws, and noise used twice."""
+    """Kills tails that come first, tails instead of draws, and noise used for two pairs."""
     steps = [supply.noise() for _ in range(2 * MOST_STEPS)]
     for step in steps:
         assert step.theta.shape == (SIZE, 3) and step.path.shape == (SIZE, 30, 1)
         match = (step.theta[:, None] == supply.tails).all(-1).any(1)
         assert match.tolist() == [False] * INNER + [True] * WIDE
-    inner = torch.cat([step.theta[:INNER] for step in steps]).flatten()
-    paths = torch.stack([step.path for step in steps]).flatten()
+    inner = torch.cat([step.theta[:INNER:2] for step in steps]).flatten()
+    paths = torch.stack([step.path[ALONE] for step in steps]).flatten()
     for drawn in (inner, paths):
         assert len(drawn.unique()) == len(drawn)
         assert abs(drawn.mean()) < 5 * len(drawn) ** -0.5
         assert abs(drawn.var() - 1) < 5 * (2 / len(drawn)) ** 0.5
+
+
+def test_paths_come_in_pairs_of_one_theta_and_opposite_noise(supply: ThetaSupply) -> None:
+    """Kills a pair across draws and wide draws, one of equal noise, and a ϑ for each path."""
+    step = supply.noise()
+    assert torch.equal(step.theta, step.theta[ALONE][PAIR])
+    assert torch.equal(step.path[:-1:2], -step.path[1::2])
+
+
+def test_a_theta_whose_chain_is_not_finite_gives_way_to_one_of_its_kind(
+    supply: ThetaSupply,
+) -> None:
+    """Kills a step lost to one exploding ϑ, and tails in place of a draw of q."""
+    num_inner, size = INNER // 2, len(ALONE)
+    chain = supply.q.chain(torch.zeros(3 * size, 3, dtype=supply.q.loc0.dtype))
+    right = torch.arange(3 * size)
+    assert torch.equal(supply._sound(chain), right)
+    lost = [1, 4, size + 2, 2 * size + 3]
+    for k, row in enumerate(lost):
+        chain[k + (k > 0)][..., row] = (torch.nan, torch.inf)[k % 2]  # OU's chain has no entries
+    found = supply._sound(chain)
+    kept = torch.ones(3 * size, dtype=torch.bool)
+    kept[lost] = False
+    assert torch.equal(found[kept], right[kept])
+    assert kept[found].all()
+    assert torch.equal(found % size < num_inner, right % size < num_inner)
+    chain.mean.fill_(torch.nan)
+    assert torch.equal(supply._sound(chain), right)
 
 
 def test_each_step_has_the_chain_of_its_own_theta(supply: ThetaSupply) -> None:
@@ -114,7 +144,7 @@ def test_the_stock_is_as_large_as_the_memory_of_chains_allows(
     supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills one chain at a time, and more at a time than a batch holds."""
-    for batch, left in ((1, 0), (SIZE, 0), (3 * SIZE + 1, 2), (10**6, MOST_STEPS - 1)):
+    for batch, left in ((1, 0), (5, 0), (16, 2), (10**6, MOST_STEPS - 1)):
         monkeypatch.setattr(VariationalPosterior, "chain_batch", batch)
         supply.stock.clear()
         supply.noise()
@@ -127,7 +157,7 @@ def test_before_the_first_refit_the_wide_draws_are_stretched(supply: ThetaSupply
     se = 5 * (2 / 2000) ** 0.5
     assert abs(drawn[:, :INNER].var(0) - 1).max() < se
     wide = drawn[:, INNER:].square().mean(0)
-    right = torch.ones(WIDE, 3) + (STRETCH**2 - 1) * torch.eye(3)
+    right = torch.ones(WIDE, 3) + (STRETCH**2 - 1) * torch.eye(3)[[0, 0, 1]]
     assert (abs(wide / right - 1) < se).all()
 
 
@@ -135,6 +165,7 @@ def test_without_a_chain_there_is_none_and_no_stock() -> None:
     supply = made(lib.Family.paper())
     step = supply.noise()
     assert step.chain is None and step.theta.shape == (SIZE, 3) and not supply.stock
+    assert len(step.path.abs().flatten().unique()) == step.path.numel()  # nor are there pairs
 
 
 class Refits:
