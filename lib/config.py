@@ -34,7 +34,8 @@ class FitConfig:
         dtype: ``"float32"`` or ``"float64"``, of the training alone: draws are always float64.
         threads: CPU threads.
         num_steps: Optimiser steps; the run is exactly that long, because the decay needs it.
-        num_samples: Monte Carlo draws n of each step.
+        num_samples: Monte Carlo draws n of each step, with ``Family.base`` in pairs: two paths of
+            opposite noise for each ϑ.
         wide_samples: Further draws, which train q(x | ϑ) alone at ϑ from the tails of q(ϑ).
         refits: Rounds, 5 at most, in which q(ϑ) is fitted to weighted draws, the last at the end;
             with the chain of ``Family.base`` there is one more before the first step.

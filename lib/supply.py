@@ -1,7 +1,7 @@
 """What the steps of a fit take of ϑ: q(ϑ) refitted, noise of it with its tails, chains."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lib.config import FitConfig
@@ -109,15 +109,18 @@ class ThetaSupply:
 
         Nothing is to be learned there: neither the smoother nor any path is finite.
         """
-        finite = torch.stack([part.isfinite().flatten(0, -2).all(0) for part in chain]).all(0)
-        rows = torch.arange(len(finite), device=finite.device)
-        steps = rows.view(-1, self.inner + self.wide)
-        for kind in (steps[:, : self.inner], steps[:, self.inner :]):
-            sound, lost = kind[finite[kind]], ~finite[kind]
-            if lost.any() and len(sound):
-                options = {"generator": self.generator, "device": rows.device}
-                kind[lost] = sound[torch.randint(len(sound), (int(lost.sum()),), **options)]
-        return rows
+        lost = ~torch.stack([part.isfinite().flatten(0, -2).all(0) for part in chain]).all(0)
+        rows = torch.arange(len(lost), device=lost.device).view(-1, self.inner + self.wide)
+        kinds = [self._stand_in(kind, lost[kind]) for kind in rows.split([self.inner, self.wide], 1)]
+        return torch.cat(kinds, 1).flatten()
+
+    @staticmethod
+    def _stand_in(rows: Int[Tensor, "steps kind"], lost: Bool[Tensor, "steps kind"]) -> Tensor:
+        """The rows, sound ones in turn in place of those lost."""
+        in_turn = torch.arange(rows.numel(), device=rows.device) % (~lost).sum().clamp(min=1)
+        sound_first = lost.flatten().argsort(stable=True)
+        stand_in = rows.flatten()[sound_first[in_turn]].view_as(rows)
+        return torch.where(lost, stand_in, rows)
 
     def _theta(self, size: int) -> Float[Tensor, "mc theta"]:
         """Noise of ϑ of one step."""

@@ -117,7 +117,7 @@ def test_the_noise_is_new_at_the_same_seed(first):
         resumed(fit, config, seed=1)
     for starts in (
         [float(made.theta[0, 0]) for made in noise],
-        [made.path.sum() for made in noise],
+        [made.path[0].sum() for made in noise],
     ):
         assert len(starts) == 4 == len(set(map(float, starts)))
 
@@ -169,6 +169,6 @@ def test_refusals(first):
     config = replace(FURTHER, family=lib.Family(hidden=30, layers=1))
     with pytest.raises(
         ValueError,
-        match=r"got hidden 30, the fit has 20; layers 1, the fit has 2\. Leave .*family=fit.family",
+        match=r"got hidden 30, the fit has 32; layers 1, the fit has 2\. Leave .*family=fit.family",
     ):
         resumed(first, config)
