@@ -111,7 +111,9 @@ class ThetaSupply:
         """
         lost = ~torch.stack([part.isfinite().flatten(0, -2).all(0) for part in chain]).all(0)
         rows = torch.arange(len(lost), device=lost.device).view(-1, self.inner + self.wide)
-        kinds = [self._stand_in(kind, lost[kind]) for kind in rows.split([self.inner, self.wide], 1)]
+        kinds = [
+            self._stand_in(kind, lost[kind]) for kind in rows.split([self.inner, self.wide], 1)
+        ]
         return torch.cat(kinds, 1).flatten()
 
     @staticmethod

@@ -392,6 +392,12 @@ def test_wide_draws_are_stretched_first_and_then_the_tails_found(monkeypatch, st
     starts = [0] if base else []
     assert refit.at == [*starts, 12, 16, 20]
     generator, stock = torch.Generator().manual_seed(0), []
+    # With the chain, paths in pairs of opposite noise share a ϑ; of five the last has none beside.
+    inner, outer = ([0, 0, 1, 1], [2, 2, 3, 3, 4]) if base else ([0, 1, 2, 3], [4, 5, 6, 7, 8])
+    which = inner + outer[:wide]
+    size, own = len(set(which)), len(set(inner))
+    sign = [1, -1, 1, -1, 1, -1, 1, -1, 1] if base else [1] * 9
+    sign = torch.tensor(sign[: 4 + wide])[:, None, None]
     options = {"generator": generator, "dtype": torch.float32}
     # Without the chain the first refit that is called, and here refused, is that before step 12.
     found = {12: refit.found[0], 16: refit.found[1]} if base else {16: refit.found[0]}
@@ -403,14 +409,14 @@ def test_wide_draws_are_stretched_first_and_then_the_tails_found(monkeypatch, st
                 torch.randn(50, 3, **options)
                 tails = found[i]
         for _ in range(0 if stock else 3 if base else 1):
-            theta = torch.randn(4 + wide, 3, **options)
+            theta = torch.randn(size, 3, **options)
             if tails is None:
-                stock.append(stretched(theta, wide))
+                stock.append(stretched(theta, size - own))
             else:
-                chosen = torch.randint(50, (wide,), generator=generator)
-                stock.append(torch.cat([theta[:4], tails[chosen]]))
-        assert step.noise.theta.equal(stock.pop())
-        assert step.noise.path.equal(torch.randn(4 + wide, 20, 1, **options))
+                chosen = torch.randint(50, (size - own,), generator=generator)
+                stock.append(torch.cat([theta[:own], tails[chosen]]))
+        assert step.noise.theta.equal(stock.pop()[which])
+        assert step.noise.path.equal(torch.randn(size, 20, 1, **options)[which] * sign)
 
 
 def test_chains_are_those_of_each_steps_theta(monkeypatch, steps):
