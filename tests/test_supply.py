@@ -104,6 +104,7 @@ def test_paths_come_in_pairs_of_one_theta_and_opposite_noise(supply: ThetaSupply
     """Kills a pair across draws and wide draws, one of equal noise, and a ϑ for each path."""
     step = supply.noise()
     assert torch.equal(step.theta, step.theta[ALONE][PAIR])
+    assert len(step.theta.unique(dim=0)) == len(ALONE)
     assert torch.equal(step.path[:-1:2], -step.path[1::2])
 
 
