@@ -92,12 +92,12 @@ class ThetaSupply:
 
     def _restock(self) -> None:
         """ϑ of the next steps: to make many chains at a time costs little more than to make one."""
-        size = self.inner + self.wide
         if not self.q.family.base:
-            self.stock.append((self._theta(size), None))
+            self.stock.append((self._theta(), None))
             return
+        size = self.inner + self.wide
         count = max(1, min(MOST_STEPS, self.q.chain_batch // size))
-        theta = torch.cat([self._theta(size) for _ in range(count)])
+        theta = torch.cat([self._theta() for _ in range(count)])
         with torch.no_grad():
             chain = self.q.chain(self.q.theta_flow(theta)[0])
         for rows in self._sound(chain).split(size):
@@ -124,9 +124,9 @@ class ThetaSupply:
         stand_in = rows.flatten()[sound_first[in_turn]].view_as(rows)
         return torch.where(lost, stand_in, rows)
 
-    def _theta(self, size: int) -> Float[Tensor, "mc theta"]:
-        """Noise of ϑ of one step."""
-        theta = self.q.draw_theta_noise(size, self.generator)
+    def _theta(self) -> Float[Tensor, "mc theta"]:
+        """Noise of ϑ of one step, each once."""
+        theta = self.q.draw_theta_noise(self.inner + self.wide, self.generator)
         if self.tails is None:
             return stretched(theta, self.wide)
         many, device = len(self.tails), self.tails.device

@@ -26,6 +26,15 @@ def test_slope_is_that_of_h(unit):
     torch.testing.assert_close(log_slope.flatten().exp(), slope, rtol=1e-9, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_stay_where_softplus_underflows(dtype):
+    """Kills the log of an underflown softplus: of x ≈ ¼ e²ᵘ the log slope rises by 2."""
+    u = torch.tensor([-40.0, -200.0, -1000.0], dtype=dtype, requires_grad=True)
+    log_slope = StateMap((True,), 1, None)(u[:, None, None])[1]
+    (rise,) = torch.autograd.grad(log_slope.sum(), u)
+    torch.testing.assert_close(rise, torch.full_like(u, 2.0))
+
+
 @pytest.mark.parametrize("unit", [None, 1.0, 2.5])
 def test_inverse_of_h(unit):
     x, _ = both(unit)
