@@ -10,7 +10,7 @@ from lib.elbo import log_ratio
 from lib.linear_start import COMMON
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
-from lib.refit import NUM_STEPS, refit_theta
+from lib.refit import refit_theta
 from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
 
@@ -20,6 +20,7 @@ LAST_DRAWS = 20_000
 LAST_STEPS = 300
 LAST_VALUES = 20_000_000  # of their paths, unless that is fewer than
 EARLY_DRAWS = 4000
+EARLY_STEPS = 100
 START_DRAWS = 1000
 
 
@@ -70,7 +71,7 @@ class ThetaSupply:
         elif self._refit(many, num_steps=LAST_STEPS):
             self.q.theta_flow.lengthen_tails()
 
-    def _refit(self, draws: int, common: int = 0, num_steps: int = NUM_STEPS) -> bool:
+    def _refit(self, draws: int, common: int = 0, num_steps: int = EARLY_STEPS) -> bool:
         """Whether it was refitted; where that is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:

@@ -310,8 +310,8 @@ def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
     monkeypatch.setattr(cuda_graph, "record", recorded)
     monkeypatch.setattr(train, "captured", lambda *args: made.append(1) or capture(*args))
     monkeypatch.setattr(train, "check_mode", lambda *_: None)
-    for name, value in {"SMALLEST_SHARE": 0, "NUM_STEPS": 3}.items():
-        monkeypatch.setattr(f"lib.refit.{name}", value)
+    for name in ("EARLY_STEPS", "LAST_STEPS"):
+        monkeypatch.setattr(f"lib.supply.{name}", 3)
     config = lib.FitConfig(num_steps=30, num_samples=4, wide_samples=2, refits=2)
     fits = []
     for mode in ("eager", "cuda_graph"):

@@ -12,9 +12,16 @@ from lib import supply as module
 from lib.linear_start import COMMON, linear_start
 from lib.maf import STRETCH
 from lib.posterior import VariationalPosterior
-from lib.refit import NUM_STEPS
 from lib.start import find_start
-from lib.supply import EARLY_DRAWS, LAST_DRAWS, LAST_STEPS, MOST_STEPS, START_DRAWS, ThetaSupply
+from lib.supply import (
+    EARLY_DRAWS,
+    EARLY_STEPS,
+    LAST_DRAWS,
+    LAST_STEPS,
+    MOST_STEPS,
+    START_DRAWS,
+    ThetaSupply,
+)
 
 X0, SIGMA2, DT, SD = 2.0, 0.25, 0.1, 0.7
 INNER, WIDE = 6, 3
@@ -210,7 +217,7 @@ def test_start_has_common_noise_and_the_last_refit_most_draws_and_steps(
     supply.start()
     supply.refit(last=False)
     supply.refit(last=True)
-    rough = [(START_DRAWS, NUM_STEPS), (EARLY_DRAWS, NUM_STEPS)]
+    rough = [(START_DRAWS, EARLY_STEPS), (EARLY_DRAWS, EARLY_STEPS)]
     assert refits.asked == [*rough, (LAST_DRAWS, LAST_STEPS)]
     assert common == [COMMON, 0, 0]
 
