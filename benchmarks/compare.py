@@ -18,7 +18,7 @@ SEEDS = range(5)
 DEFAULT = lib.FitConfig()
 # Steps of our fits: a linear model needs none. Draws after them: q of OU is all but exact, and few
 # do; for the epidemic a third of them counts.
-LENGTHS = {"ou": [1, 500], "sir": [250, DEFAULT.num_steps]}
+LENGTHS = {"ou": [1, 250], "sir": [250, DEFAULT.num_steps]}
 DRAWS = {"ou": 5000, "sir": 60_000}
 WARM_UP = 500  # of NUTS
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
@@ -68,10 +68,13 @@ FITS = {
     problem: {"method": "ours", "refits": DEFAULT.refits, "steps": steps, "draws": DRAWS[problem]}
     for problem, steps in LENGTHS.items()
 }
+# The smoother is all of q(x | ϑ): right for a linear model, and no other.
+PLAIN = {"num_flows": 0, "steps": [1]}
 CHAINS = {"method": "filter MH", "chains": 64, "warmup": 500, "draws": 2000}
 PARTICLES = {"method": "particle MH", "chains": 16, "particles": 100, "warmup": 500, "draws": 2000}
 METHODS = [
     Method("ours", "ours", "contenders", FITS),
+    Method("ours, no IAF on the path", "ours", "contenders", {"ou": FITS["ou"] | PLAIN}),
     nuts("innovation", (40_000, 20_000)),
     nuts("centred", (40_000, 6000)),
     guide("normal", "AutoMultivariateNormal", rate=1e-2),
