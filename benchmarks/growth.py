@@ -14,7 +14,7 @@ import side_run
 import yardstick
 from problems import NAMES
 
-from lib import plots
+from lib import Family, plots
 
 DAYS = 14  # of the epidemic: its grid has so many over dt steps
 OURS, NUTS, REFERENCE = "growth_ours", "peers", "growth_reference"  # scripts
@@ -26,8 +26,11 @@ CHAINS = {
     "ou": {200: (3, 20_000), 1000: (3, 10_000), 5000: (3, 8000), 20_000: (1, 5000)},
     "sir": {0.1: (3, 20_000), 0.05: (3, 20_000), 0.02: (3, 10_000), 0.01: (2, 8000)},
 }
-# Steps of ours: a linear model needs none, as its smoother is exact.
-LENGTHS = {"ou": (1, 250), "sir": (250, 1000)}
+# Steps and flows of ours: a linear model needs neither, as its smoother is exact.
+FITS = {
+    "ou": {"steps": (1,), "num_flows": 0},
+    "sir": {"steps": (250, 1000), "num_flows": Family().num_flows},
+}
 DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 3, "ess": 0}
 DIGITS |= {"unweighted_error": 3, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
 TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
@@ -77,7 +80,10 @@ def specs(rows: Sequence[str], trial: int | None = None) -> dict[str, pool.Spec]
 def _fits(problem: str, trial: int | None) -> list[pool.Spec]:
     """Ours: one fit for each number of steps, q(ϑ) refitted once, at the end."""
     job = {"script": OURS, "method": "ours", "refits": 1, "draws": 1000 if trial else 10_000}
-    return [job | {"steps": steps} for steps in ([trial] if trial else LENGTHS[problem])]
+    return [
+        job | FITS[problem] | {"steps": steps}
+        for steps in ([trial] if trial else FITS[problem]["steps"])
+    ]
 
 
 def _chain(problem: str, draws: int) -> list[pool.Spec]:

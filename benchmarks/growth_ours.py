@@ -14,7 +14,8 @@ SEEDS_APART = 1000  # of the draws of one run and of the next
 def ours(job: timed_run.Job) -> timed_run.Run:
     """A fit of so many steps, then draws with their weights."""
     given = growth_problems.problem(job["problem"], job["size"])
-    config = lib.FitConfig(num_steps=job["steps"], refits=job["refits"])
+    family = lib.Family(num_flows=job["num_flows"])
+    config = lib.FitConfig(family=family, num_steps=job["steps"], refits=job["refits"])
     setup = timed_run.seconds()
     fit = lib.fit(*given, config, job["seed"], device="cpu", progress=False)
     base = timed_run.seconds()
