@@ -19,7 +19,7 @@ DEFAULT = lib.FitConfig()
 # Steps of our fits: a linear model needs none. Draws after them: q of OU is all but exact, and few
 # do; for the epidemic a third of them counts.
 LENGTHS = {"ou": [1, 250], "sir": [250, DEFAULT.num_steps]}
-DRAWS = {"ou": 5000, "sir": 60_000}
+DRAWS = {"ou": 10_000, "sir": 60_000}
 WARM_UP = 500  # of NUTS
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
