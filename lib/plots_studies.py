@@ -6,8 +6,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from lib.diagnostics import K_HAT_LIMIT
 from lib.plots_parts import COLUMN, INK, LINES, PALETTE, legend_above, stack
@@ -67,12 +68,14 @@ def error_against_seconds(
                 for column in ("seconds", "error", "low", "high")
             )
             axis.fill_between(seconds, low, high, color=PALETTE[k], alpha=0.2, lw=0)
+            if len(seconds) == 1:  # an area without width
+                axis.vlines(seconds, low, high, color=PALETTE[k], lw=1.3)
             style = {"color": PALETTE[k], "ls": LINES[k % len(LINES)], "marker": MARKS[k]}
             axis.plot(seconds, error, lw=1.3, ms=3.5, label=name, **style)
         axis.axhline(bar, color=INK, lw=0.8, ls=":")
         axis.set(xscale="log", yscale="log", title=title, ylabel="worst quantile error (sd)")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
+        for side in (axis.xaxis, axis.yaxis):
+            _plain_ticks(side)
     axes[-1].set_xlabel("seconds of one CPU core, set-up included")
     sns.despine(figure)
     return legend_above(figure, axes)
@@ -97,16 +100,22 @@ def growth(panels: Mapping[str, Mapping[str, Mapping[str, Sequence]]], goal: str
             axis.set(xscale="log", yscale="log", ylabel=label)
             axis.legend(fontsize="x-small", handlelength=2.6)
             axis.margins(y=0.25)
-            axis.yaxis.set_major_formatter("{x:g}")
+            _plain_ticks(axis.yaxis)
         upper.set_title(title, fontsize="small")
-        # A fraction of a decade may lack a power of ten.
-        lower.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        lower.yaxis.set_minor_formatter(NullFormatter())
-        lower.xaxis.set_major_formatter("{x:g}")
+        sizes = sorted({n for table in sides.values() for n in table["steps"]})
+        lower.set_xticks(sizes, [f"{n:g}" for n in sizes])
+        lower.xaxis.set_minor_locator(NullLocator())
         lower.set_xlabel("steps of the grid, N")
     sns.despine(figure)
     figure.tight_layout()
     return figure
+
+
+def _plain_ticks(side: Axis) -> None:
+    """Numbers at 1, 2 and 5 of each decade, of which a fraction may lack a power of ten."""
+    side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    side.set_major_formatter("{x:g}")
+    side.set_minor_formatter(NullFormatter())
 
 
 def _grow(upper: Axes, lower: Axes, side: str, table: Mapping[str, Sequence], k: int) -> None:
