@@ -8,6 +8,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.collections import LineCollection  # noqa: E402
 
 from lib import plots, plots_studies  # noqa: E402
 
@@ -167,3 +168,21 @@ def test_growth_prints_the_slopes_and_leaves_out_what_was_missed():
     assert [line.get_label() for line in lower.lines] == ["ours, slope 0.50", "NUTS"]
     assert upper.get_ylabel() == "seconds to error ≤ 0.1 sd" and upper.get_xscale() == "log"
     assert (lower.get_ylabel(), lower.get_yscale()) == ("memory (MB)", "log")
+
+
+def test_numbers_on_log_axes_are_plain_and_few():
+    """Kills labels such as 3 × 10² that run into each other, and a single run without its range."""
+    table = {"steps": [140, 280], "seconds": [30.0, 70.0], "spent": [30.0, 70.0]}
+    grown = plots.growth({"finer": {"ours": table | {"memory": [600.0, 700.0]}}}, "error ≤ 0.1 sd")
+    grown.canvas.draw()
+    assert [label.get_text() for label in grown.axes[1].get_xticklabels()] == ["140", "280"]
+    one = {"seconds": [20.0], "error": [0.1], "low": [0.05], "high": [0.4]}
+    two = {"seconds": [25, 60], "error": [1.0, 0.1], "low": [0.5, 0.05], "high": [2.0, 0.3]}
+    errors = plots.error_against_seconds({"A": {"x": one, "y": two}}, bar=0.2)
+    errors.canvas.draw()
+    for axis in (*errors.axes, grown.axes[0]):
+        for side in (axis.xaxis, axis.yaxis):
+            assert not any(label.get_text() for label in side.get_ticklabels(minor=True))
+            assert all(float(label.get_text()) > 0 for label in side.get_ticklabels())
+    (range_of_one,) = (c for c in errors.axes[0].collections if isinstance(c, LineCollection))
+    assert range_of_one.get_segments()[0][:, 1].tolist() == [0.05, 0.4]
