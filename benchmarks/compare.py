@@ -64,9 +64,9 @@ def guide(name: str, title: str, rate: float) -> Method:
 
 
 # Our fit with its default options but for the number of its steps.
+OURS = {"method": "ours", "refits": DEFAULT.refits, "num_flows": DEFAULT.family.num_flows}
 FITS = {
-    problem: {"method": "ours", "refits": DEFAULT.refits, "steps": steps, "draws": DRAWS[problem]}
-    for problem, steps in LENGTHS.items()
+    problem: OURS | {"steps": steps, "draws": DRAWS[problem]} for problem, steps in LENGTHS.items()
 }
 # The smoother is all of q(x | ϑ): right for a linear model, and no other.
 PLAIN = {"num_flows": 0, "steps": [1]}
@@ -203,7 +203,7 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
     for problem, group in lines[lines.best].groupby("problem", sort=False):
         if not {"ours", "NUTS"} <= set(group.method.map(SIDES)):
             continue  # a part of the study
-        each = [f"{SIDES[line.method]} {_reached(line)}" for line in group.itertuples()]
+        each = [f"{line.method} {_reached(line)}" for line in group.itertuples()]
         few = [
             f"{SIDES[line.method]} has {line.seeds}, the others count as far off"
             for line in group.itertuples()

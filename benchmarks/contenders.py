@@ -20,7 +20,7 @@ JUMPS = np.array([[-1.0, 1.0], [0.0, -1.0]])  # what an infection and a removal 
 def ours(job: timed_run.Job) -> timed_run.Run:
     """A fit of so many steps, then draws with their weights."""
     given = problem(job["problem"], job["num_obs"])
-    family = lib.Family(num_flows=job.get("num_flows", lib.Family().num_flows))
+    family = lib.Family(num_flows=job["num_flows"])
     config = lib.FitConfig(family=family, num_steps=job["steps"], refits=job["refits"])
     setup = timed_run.seconds()
     fit = lib.fit(*given, config, job["seed"], device="cpu", progress=False)

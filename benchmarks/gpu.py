@@ -56,8 +56,9 @@ def measure_step(spec: pool.Spec) -> pool.Result:
     config = lib.FitConfig(num_samples=inner, wide_samples=wide)
     about = spec["problem"], spec["num_obs"]
     eager = step_time.make_step(*about, config, device)
-    num_bytes, num_flops = step_time.record(eager.call).bytes, step_time.flops(eager.call)
-    del eager
+    recorder = step_time.record(eager.call)
+    num_bytes, num_flops = recorder.bytes, step_time.flops(recorder.products)
+    del eager, recorder  # their memory is not the step's
     per_byte, per_flop = step_time.peaks(device, side=8192 if device == "cuda" else 256)
     mode = "eager" if compiled else spec["mode"]
     config = lib.FitConfig(num_samples=inner, wide_samples=wide, mode=mode)

@@ -109,10 +109,11 @@ def record(call: Callable[[], object]) -> Recorder:
     return recorder
 
 
-def flops(call: Callable[[], object]) -> int:
-    """Floating-point operations of one call: those of its matrix products."""
-    products = record(call).products
-    # Not around the call: the counter's hooks on modules cannot bear `torch.func.grad` of one.
+def flops(products: list[tuple[Callable, tuple, dict]]) -> int:
+    """Floating-point operations of matrix products that were noted.
+
+    Not counted around a step: the counter's hooks on modules cannot bear `torch.func.grad` of one.
+    """
     with FlopCounterMode(display=False) as counter:
         replay(products)
     return counter.get_total_flops()

@@ -58,7 +58,7 @@ class ThetaSupply:
 
     def start(self) -> None:
         """Fit q(ϑ) before any training, by weights too rough to be used without common noise."""
-        self._refit(START_DRAWS, COMMON)
+        self._refit(START_DRAWS, EARLY_STEPS, COMMON)
 
     def refit(self, last: bool) -> None:
         """Fit q(ϑ) to the posterior, as the weights of q(x | ϑ) tell it.
@@ -67,11 +67,11 @@ class ThetaSupply:
         """
         many = max(EARLY_DRAWS, min(LAST_DRAWS, LAST_VALUES // self.q.loc0.numel()))
         if not last:
-            self._refit(EARLY_DRAWS)
-        elif self._refit(many, num_steps=LAST_STEPS):
+            self._refit(EARLY_DRAWS, EARLY_STEPS)
+        elif self._refit(many, LAST_STEPS):
             self.q.theta_flow.lengthen_tails()
 
-    def _refit(self, draws: int, common: int = 0, num_steps: int = EARLY_STEPS) -> bool:
+    def _refit(self, draws: int, num_steps: int, common: int = 0) -> bool:
         """Whether it was refitted; where that is refused, what an earlier one found stays."""
 
         def log_p(vartheta: Tensor) -> Tensor:

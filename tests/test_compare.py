@@ -300,6 +300,7 @@ def test_chains_have_a_time_for_each_checkpoint(method, job, monkeypatch):
 def test_ours_counts_fit_and_draws(monkeypatch):
     monkeypatch.setattr("lib.train.find_start", lambda *args: start_of("sir"))
     job = {"problem": "sir", "num_obs": None, "seed": 0, "steps": 3, "refits": 0, "draws": 50}
+    job["num_flows"] = 1
     run = contenders.ours(job)
     assert run.theta.shape == (1, 50, 3) and run.log_weight.shape == (50,)
     assert run.setup < run.base < run.seconds[0]
@@ -477,7 +478,7 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):
     rows = list(csv.DictReader((tmp_path / "results/compare.csv").read_text().splitlines()))
     (claim,) = csv.DictReader((tmp_path / "results/claims_compare.csv").read_text().splitlines())
     assert tuple(claim) == Claim._fields
-    assert claim["ours"].startswith("ours 50 s; NUTS 30 s; AutoIAFNormal not in ")
+    assert claim["ours"].startswith("ours 50 s; NUTS, innovation 30 s; AutoIAFNormal not in ")
     assert claim["verdict"] == "1.7 times the seconds of NUTS"
     failed = [row for row in rows if row["method"] == "AutoIAFNormal"]
     assert len(failed) == 10 and all("no draw has a finite" in row["note"] for row in failed)

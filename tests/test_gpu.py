@@ -37,7 +37,7 @@ def test_only_products_are_recorded_with_shapes_strides_and_dtype():
     assert func._schema.name == "aten::mm" and kwargs == {}
     assert [(tuple(a.shape), a.stride()) for a in args] == [((2, 3), (3, 1)), ((3, 4), (1, 3))]
     assert all(a.dtype == torch.float64 and (a == 0.01).all() for a in args)
-    assert step_time.flops(work) == 2 * 2 * 3 * 4
+    assert step_time.flops(step_time.record(work).products) == 2 * 2 * 3 * 4
 
 
 def test_every_product_of_a_step_is_replayed_and_moves_no_weight():
@@ -55,7 +55,7 @@ def test_every_product_of_a_step_is_replayed_and_moves_no_weight():
     assert not any(map(torch.equal, before[:3], given.run.optimizer.state()[:3]))
     with FlopCounterMode(display=False) as counter:
         given.call()
-    assert counter.get_total_flops() == step_time.flops(given.call)
+    assert counter.get_total_flops() == step_time.flops(recorder.products)
 
 
 def test_operations_of_a_step_with_a_positive_state_are_counted():
@@ -64,7 +64,7 @@ def test_operations_of_a_step_with_a_positive_state_are_counted():
     hidden, layers = given.run.q.family.hidden, given.run.q.family.num_flows
     once = 2 * 3 * len(given.run.q.loc0) * hidden**2 * layers
     # From layer to layer: forwards, two ways back, and each of the Jacobian's three rows.
-    assert step_time.flops(given.call) > (1 + 2 + 3) * once
+    assert step_time.flops(step_time.record(given.call).products) > (1 + 2 + 3) * once
 
 
 def test_times_are_of_each_call_in_turn():
@@ -98,8 +98,9 @@ def test_a_step_is_measured_beside_its_floors(monkeypatch):
     row = gpu.measure(TINY | {"what": "step", "mode": "eager"})
     config = lib.FitConfig(num_samples=3, wide_samples=1)
     call = step_time.make_step("ou", 4, config, "cpu").call
-    assert row["bytes_floor_ms"] == pytest.approx(1e-6 * step_time.record(call).bytes)
-    assert row["flops_floor_ms"] == pytest.approx(1e-9 * step_time.flops(call))
+    recorder = step_time.record(call)
+    assert row["bytes_floor_ms"] == pytest.approx(1e-6 * recorder.bytes)
+    assert row["flops_floor_ms"] == pytest.approx(1e-9 * step_time.flops(recorder.products))
     assert row["ms"] > 0 and row["card"] == "cpu"
 
 
