@@ -15,11 +15,8 @@ import lib
 from lib import plots
 
 SEEDS = range(5)
-DEFAULT = lib.FitConfig()
-# Steps of our fits: a linear model needs none. Draws after them: q of OU is all but exact, and few
-# do; for the epidemic a third of them counts.
-LENGTHS = {"ou": [1, 250], "sir": [250, DEFAULT.num_steps]}
-DRAWS = {"ou": 10_000, "sir": 60_000}
+DRAWS = {"ou": 10_000, "sir": 60_000}  # of ours
+FLOWS = lib.Family().num_flows
 WARM_UP = 500  # of NUTS
 DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
@@ -37,8 +34,7 @@ class Method(NamedTuple):
         name: Of its rows.
         side: ``"ours"``, ``"NUTS"``, ...: the best method of a side is drawn.
         script: That runs it, without .py.
-        jobs: By problem, a method may lack one. Where ``steps`` are several each is a run, and
-            a checkpoint; a chain has its checkpoints in one run.
+        jobs: By problem, a method may lack one.
     """
 
     name: str
@@ -56,30 +52,39 @@ def nuts(path: str, draws: tuple[int, int]) -> Method:
     return Method(f"NUTS, {path}", "NUTS", "peers", jobs)
 
 
-def guide(name: str, title: str, rate: float) -> Method:
+def guides(name: str, title: str, rate: float) -> list[Method]:
     """A guide of ϑ and the innovations, which did no worse than one of ϑ and the path."""
     job = {"method": "guide", "guide": name, "path": "innovation", "rate": rate, "particles": 1}
-    job |= {"steps": [2000, 16_000], "draws": 20_000}
-    return Method(title, title, "peers", dict.fromkeys(NAMES, job))
+    return [
+        Method(
+            f"{title}, {steps} steps",
+            title,
+            "peers",
+            dict.fromkeys(NAMES, job | {"steps": steps, "draws": 20_000}),
+        )
+        for steps in (2000, 16_000)
+    ]
 
 
-# Our fit with its default options but for the number of its steps.
-OURS = {"method": "ours", "refits": DEFAULT.refits, "num_flows": DEFAULT.family.num_flows}
-FITS = {
-    problem: OURS | {"steps": steps, "draws": DRAWS[problem]} for problem, steps in LENGTHS.items()
-}
-# The smoother is all of q(x | ϑ): right for a linear model, and no other.
-PLAIN = {"num_flows": 0, "steps": [1]}
+def ours(name: str, steps: int, num_flows: int, *problems: str) -> Method:
+    """Our fit, with its default options but for these."""
+    job = {"method": "ours", "steps": steps, "num_flows": num_flows}
+    jobs = {problem: job | {"draws": DRAWS[problem]} for problem in problems}
+    return Method(name, "ours", "contenders", jobs)
+
+
 CHAINS = {"method": "filter MH", "chains": 64, "warmup": 500, "draws": 2000}
 PARTICLES = {"method": "particle MH", "chains": 16, "particles": 100, "warmup": 500, "draws": 2000}
 METHODS = [
-    Method("ours", "ours", "contenders", FITS),
-    Method("ours, no IAF on the path", "ours", "contenders", {"ou": FITS["ou"] | PLAIN}),
+    # The smoother is all of q(x | ϑ), which is right for a linear model, and no other.
+    ours("ours, no IAF on the path", 1, 0, "ou"),
+    ours("ours, 250 steps", 250, FLOWS, *NAMES),
+    ours("ours, 1000 steps", 1000, FLOWS, "sir"),
     nuts("innovation", (40_000, 20_000)),
     nuts("centred", (40_000, 6000)),
-    guide("normal", "AutoMultivariateNormal", rate=1e-2),
-    guide("low rank", "AutoLowRank", rate=1e-2),
-    guide("iaf", "AutoIAFNormal", rate=1e-3),  # at 1e-2 its weights are NaN within 20 steps
+    *guides("normal", "AutoMultivariateNormal", rate=1e-2),
+    *guides("low rank", "AutoLowRank", rate=1e-2),
+    *guides("iaf", "AutoIAFNormal", rate=1e-3),  # at 1e-2 its weights are NaN within 20 steps
     Method("filter + MH", "MH on a filter", "contenders", {"ou": CHAINS}),
     Method("particle MH", "MH on a filter", "contenders", {"sir": PARTICLES}),
 ]
@@ -106,17 +111,9 @@ def specs(
             for method in (m for m in methods if problem in m.jobs):
                 about = {"problem": problem, "num_obs": num_obs, "seed": seed}
                 about |= {"name": method.name, "script": method.script}
-                for job in _each(method.jobs[problem], trial):
-                    steps = f", {job['steps']} steps" if "steps" in job else ""
-                    found[f"{problem}, {method.name}{steps}, seed {seed}"] = about | job
+                job = pool.shortened(method.jobs[problem], trial)
+                found[f"{problem}, {method.name}, seed {seed}"] = about | job
     return found
-
-
-def _each(job: pool.Spec, trial: int | None) -> list[pool.Spec]:
-    """A job for each of its steps."""
-    if "steps" in job:
-        return [job | {"steps": steps} for steps in ([trial] if trial else job["steps"])]
-    return [job | {"draws": trial, "warmup": trial}] if trial else [job]
 
 
 def table(wanted: Mapping[str, pool.Spec], found: Mapping[str, pool.Result]) -> pd.DataFrame:
@@ -128,18 +125,17 @@ def table(wanted: Mapping[str, pool.Spec], found: Mapping[str, pool.Result]) -> 
 def _rows(spec: pool.Spec, result: pool.Result) -> list[dict[str, object]]:
     about = {"problem": spec["problem"], "method": spec["name"], "seed": spec["seed"]}
     if "error" in result:
-        checkpoint = spec.get("steps", spec["draws"])
-        failed = {"checkpoint": checkpoint, "worst_error": np.inf, "unweighted_error": np.inf}
+        failed = {"draws": spec["draws"], "worst_error": np.inf, "unweighted_error": np.inf}
         return [about | failed | {"seconds_to_ess": np.inf, "note": result["error"]}]
     truth, names = reference(spec["problem"], spec["num_obs"]), NAMES[spec["problem"]]
     lines = []
     for look in result["looks"]:
         error, which = yardstick.worst_error(look["quantiles"], truth, names)
-        line = about | {"checkpoint": spec.get("steps", look["draws"])}
+        line = about | {"draws": look["draws"]}
         line |= {"setup_seconds": result["setup"], "seconds": look["seconds"]}
         line |= {"worst_error": error, "worst_quantile": which}
         line["unweighted_error"] = yardstick.worst_error(look["unweighted"], truth, names)[0]
-        line |= {name: look[name] for name in ("draws", "ess", "k_hat")}
+        line |= {name: look[name] for name in ("ess", "k_hat")}
         lines.append(line | {"memory_mb": result["memory"], "seconds_to_ess": np.nan, "note": ""})
     lines[-1]["seconds_to_ess"] = result["seconds_to_ess"]
     return lines
@@ -169,7 +165,7 @@ def _summarise(
 ) -> dict[str, object]:
     curve = yardstick.curve(rows, "worst_error", seeds)
     raw = yardstick.curve(rows, "unweighted_error", seeds)
-    to_ess = rows.dropna(subset="seconds_to_ess").groupby("checkpoint").seconds_to_ess.median()
+    last = rows[rows.draws == rows.draws.max()]
     return {
         "problem": problem,
         "method": method,
@@ -179,8 +175,8 @@ def _summarise(
         "seconds_to_accuracy_unweighted": yardstick.lasting(raw.seconds, raw.error),
         "lowest_error": curve.error.min(),
         "last_seconds": curve.seconds.max(),
-        "seconds_to_ess": to_ess.min(),
-        "error_at_ess": curve.error[to_ess.idxmin()],
+        "seconds_to_ess": last.seconds_to_ess.median(),
+        "error_at_ess": curve.error[last.draws.max()],
         "memory_mb": rows.memory_mb.median(),
         "best": False,
     }

@@ -1,12 +1,13 @@
 """Ours, and what needs no path: filter + MH for OU, particle MH for the epidemic."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+import growth_problems
 import numpy as np
 import timed_run
 import torch
 from guided_filter import Plan, particle_filter
+from outbreak import Outbreak
 from problems import DT, Problem, problem
 from torch import Tensor
 
@@ -14,21 +15,37 @@ import lib
 from lib.start import find_start
 
 SPREAD = 0.3  # of the chains' starts, in the spreads that our own fit starts with
-JUMPS = np.array([[-1.0, 1.0], [0.0, -1.0]])  # what an infection and a removal do to (S, I)
+CHUNK = 1000  # draws of ours at a time: their paths are not kept
+SEEDS_APART = 1000  # of the draws of one run and of the next
 
 
 def ours(job: timed_run.Job) -> timed_run.Run:
     """A fit of so many steps, then draws with their weights."""
-    given = problem(job["problem"], job["num_obs"])
+    return _fit(job, problem(job["problem"], job["num_obs"]))
+
+
+def growing(job: timed_run.Job) -> timed_run.Run:
+    """The same on a problem that grows."""
+    return _fit(job, growth_problems.problem(job["problem"], job["size"]))
+
+
+def _fit(job: timed_run.Job, given: Problem) -> timed_run.Run:
     family = lib.Family(num_flows=job["num_flows"])
-    config = lib.FitConfig(family=family, num_steps=job["steps"], refits=job["refits"])
+    config = lib.FitConfig(family=family, num_steps=job["steps"])
     setup = timed_run.seconds()
     fit = lib.fit(*given, config, job["seed"], device="cpu", progress=False)
-    base = timed_run.seconds()
-    draws = fit.draws(job["draws"], seed=job["seed"] + 1)
-    ends, times = np.array([job["draws"]]), np.array([timed_run.seconds()])
-    theta, log_weight = draws.vartheta.numpy()[None], draws.log_weight.numpy()
-    return timed_run.Run(theta, log_weight, setup, base, ends, times)
+    base, chunk = timed_run.seconds(), min(CHUNK, job["draws"])
+    parts, times = [], []
+    for k in range(job["draws"] // chunk):
+        parts.append(fit.draws(chunk, seed=SEEDS_APART * (job["seed"] + 1) + k))
+        times.append(timed_run.seconds())
+    theta, log_weight = (
+        torch.cat([getattr(part, name) for part in parts]).numpy()
+        for name in ("vartheta", "log_weight")
+    )
+    looks = timed_run.checkpoints(len(parts), first=1)
+    times = np.array(times)[looks - 1]
+    return timed_run.Run(theta[None], log_weight, setup, base, chunk * looks, times)
 
 
 def filter_mh(job: timed_run.Job) -> timed_run.Run:
@@ -55,31 +72,6 @@ def particle_mh(job: timed_run.Job) -> timed_run.Run:
         return torch.as_tensor(filtered.log_likelihood)
 
     return _chains(job, given, log_likelihood)
-
-
-class Outbreak(NamedTuple):
-    """The epidemic for the particle filter: a ``guided_filter.Process`` of (S, I)."""
-
-    vartheta: np.ndarray  # (batch, 3): log θ1, log θ2, log σ
-    jumps: np.ndarray = JUMPS
-    positive: tuple[int, ...] = (0, 1)
-    observed: int = 1
-
-    @property
-    def variance(self) -> np.ndarray:
-        """σ²."""
-        return np.exp(2 * self.vartheta[:, 2:])
-
-    def start(self, particles: int, rng: np.random.Generator) -> np.ndarray:
-        """(762, 1), which is known."""
-        x0 = np.array([762.0, 1.0])
-        return np.tile(x0[:, None, None], (1, len(self.vartheta), particles))
-
-    def flows(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drift, and the rates θ1SI and θ2I."""
-        theta1, theta2 = np.exp(self.vartheta[:, :2]).T[..., None]
-        rates = np.stack([theta1 * x[0] * x[1], theta2 * x[1]])
-        return np.tensordot(JUMPS.T, rates, 1), rates
 
 
 def _chains(
@@ -111,4 +103,5 @@ def _chains(
 
 
 if __name__ == "__main__":
-    timed_run.main({"ours": ours, "filter MH": filter_mh, "particle MH": particle_mh})
+    methods = {"ours": ours, "growing": growing, "filter MH": filter_mh, "particle MH": particle_mh}
+    timed_run.main(methods)

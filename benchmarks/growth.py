@@ -14,22 +14,22 @@ import side_run
 import yardstick
 from problems import NAMES
 
-from lib import Family, plots
+from lib import Family, FitConfig, plots
 
 DAYS = 14  # of the epidemic: its grid has so many over dt steps
-OURS, NUTS, REFERENCE = "growth_ours", "peers", "growth_reference"  # scripts
+OURS, NUTS, REFERENCE = "contenders", "peers", "growth_reference"  # scripts
 LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py")  # what a reference needs of it
-PARTS = ("contact_posterior.py", "contenders.py", "guided_filter.py", "problems.py", "yardstick.py")
+PARTS = ("contact_posterior.py", "guided_filter.py", "outbreak.py", "problems.py", "yardstick.py")
 SEEDS = 3
 # Problem → size (observations; days) → seeds and draws of NUTS.
 CHAINS = {
     "ou": {200: (3, 20_000), 1000: (3, 10_000), 5000: (3, 8000), 20_000: (1, 5000)},
     "sir": {0.1: (3, 20_000), 0.05: (3, 20_000), 0.02: (3, 10_000), 0.01: (2, 8000)},
 }
-# Steps and flows of ours: a linear model needs neither, as its smoother is exact.
+# Ours: a linear model needs neither steps nor flows, as its smoother is exact.
 FITS = {
-    "ou": {"steps": (1,), "num_flows": 0},
-    "sir": {"steps": (250, 1000), "num_flows": Family().num_flows},
+    "ou": {"steps": 1, "num_flows": 0, "draws": 10_000},
+    "sir": {"steps": FitConfig().num_steps, "num_flows": Family().num_flows, "draws": 60_000},
 }
 DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 3, "ess": 0}
 DIGITS |= {"unweighted_error": 3, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
@@ -62,34 +62,25 @@ def specs(rows: Sequence[str], trial: int | None = None) -> dict[str, pool.Spec]
         for problem, sizes in CHAINS.items():
             for size, (seeds, draws) in sizes.items():
                 about = {"problem": problem, "size": size, "seed": seed}
-                for side, jobs in (
-                    ("ours", _fits(problem, trial)),
-                    ("NUTS", _chain(problem, draws)),
-                ):
+                for side, job in (("ours", _fit(problem)), ("NUTS", _chain(problem, draws))):
                     name = _name(problem, size, side)
                     if name not in rows or seed >= seeds:
                         continue
-                    short = {"draws": trial, "warmup": trial} if trial and side == "NUTS" else {}
-                    for job in jobs:
-                        steps = f", {job['steps']} steps" if "steps" in job else ""
-                        found[f"{name}{steps}, seed {seed}"] = about | {"side": side} | job | short
+                    spec = about | {"side": side} | pool.shortened(job, trial)
+                    found[f"{name}, seed {seed}"] = spec
                     references[f"{problem} {size:g}, reference"] = reference(problem, size)
     return found | references
 
 
-def _fits(problem: str, trial: int | None) -> list[pool.Spec]:
-    """Ours: one fit for each number of steps, q(ϑ) refitted once, at the end."""
-    job = {"script": OURS, "method": "ours", "refits": 1, "draws": 1000 if trial else 10_000}
-    return [
-        job | FITS[problem] | {"steps": steps}
-        for steps in ([trial] if trial else FITS[problem]["steps"])
-    ]
+def _fit(problem: str) -> pool.Spec:
+    """Ours, with its default options but for a linear model."""
+    return {"script": OURS, "method": "growing"} | FITS[problem]
 
 
-def _chain(problem: str, draws: int) -> list[pool.Spec]:
+def _chain(problem: str, draws: int) -> pool.Spec:
     """NUTS on the innovations: the path itself mixes ten times slower when it is long or fine."""
     job = {"script": NUTS, "method": "nuts", "path": "innovation", "warmup": 500, "draws": draws}
-    return [job | {"accept": 0.8 if problem == "ou" else 0.9}]
+    return job | {"accept": 0.8 if problem == "ou" else 0.9}
 
 
 def reference(problem: str, size: float) -> pool.Spec:
@@ -101,11 +92,8 @@ def reference(problem: str, size: float) -> pool.Spec:
 def source(script: str) -> str:
     """Fingerprint of what a script's numbers depend on; of lib NUTS has the start only."""
     here, text = [side_run.HERE / "growth_problems.py"], ""
-    if script == NUTS:
-        text = side_run.source(NUTS)
-    elif script == OURS:
-        text = pool.fingerprint(pool.ROOT)
-        here += [side_run.HERE / name for name in (*side_run.SHARED, f"{OURS}.py")]
+    if script != REFERENCE:
+        text = side_run.source(script)
     else:
         here += [side_run.HERE / name for name in (*PARTS, f"{REFERENCE}.py")]
         here += [pool.ROOT / name for name in LIB]
@@ -146,20 +134,20 @@ def _rows(spec: pool.Spec, result: pool.Result, truth: pool.Result) -> list[dict
     problem, size = spec["problem"], spec["size"]
     grid = size if problem == "ou" else round(DAYS / size)
     about = {"problem": problem, "size": size, "grid_steps": grid, "side": spec["side"]}
-    about |= {"seed": spec["seed"], "checkpoint": spec.get("steps", spec["draws"])}
+    about |= {"seed": spec["seed"]}
     last = {"reference": truth["by"], "reference_error": truth["uncertainty"]}
     if "error" in result:
         errors = {"worst_error": np.inf, "unweighted_error": np.inf}
-        return [about | errors | last | {"note": result["error"]}]
+        return [about | {"draws": spec["draws"]} | errors | last | {"note": result["error"]}]
     rows, right = [], np.array(truth["quantiles"])
     for look in result["looks"]:
         error = partial(yardstick.worst_error, reference=right, names=NAMES[problem])
         worst, which = error(look["quantiles"])
-        line = about | {"checkpoint": spec.get("steps", look["draws"])}
-        line |= {"setup_seconds": result["setup"], "start_seconds": result["start"]}
+        line = about | {"draws": look["draws"], "setup_seconds": result["setup"]}
+        line |= {"start_seconds": result["start"]}
         line |= {"seconds": look["seconds"], "worst_error": worst, "worst_quantile": which}
         line["unweighted_error"] = error(look["unweighted"])[0]
-        line |= {name: look[name] for name in ("draws", "ess", "k_hat")}
+        line |= {name: look[name] for name in ("ess", "k_hat")}
         rows.append(line | {"memory_mb": result["memory"]} | last | {"note": ""})
     return rows
 
@@ -180,7 +168,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
 def _summarise(problem: str, size: float, side: str, rows: pd.DataFrame) -> dict[str, object]:
     curve = yardstick.curve(rows, "worst_error", rows.seed.unique())
     seconds = yardstick.lasting(curve.seconds, curve.error)
-    last = rows[rows.checkpoint == rows.checkpoint.max()]
+    last = rows[rows.draws == rows.draws.max()]
     return {
         "problem": problem,
         "size": size,

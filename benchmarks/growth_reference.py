@@ -11,8 +11,8 @@ import pool
 import torch
 import yardstick
 from contact_posterior import CELLS, Kernels
-from contenders import Outbreak
 from guided_filter import Array, Plan, particle_filter
+from outbreak import Outbreak
 from problems import DT, LEVELS, NAMES, PRIOR_SD
 from scipy.special import logsumexp
 from scipy.stats import norm

@@ -38,6 +38,12 @@ def fingerprint(root: Path) -> str:
     return digest.hexdigest()
 
 
+def shortened(spec: Spec, trial: int | None) -> Spec:
+    """The spec with so many steps, draws and draws of warm-up, where it has any; None: as it is."""
+    lengths = dict.fromkeys(("steps", "draws", "warmup"), trial) if trial else {}
+    return spec | {name: n for name, n in lengths.items() if name in spec}
+
+
 def key(spec: Spec, source: str) -> str:
     """Name of a fit in the journal."""
     return hashlib.sha256(json.dumps([source, spec], sort_keys=True).encode()).hexdigest()

@@ -55,7 +55,8 @@ def source(script: str) -> str:
         data = (HERE.parent / "data").glob("*.csv")
         own += [HERE / "densities.py", HERE / "requirements.txt", *data]
     else:
-        own, text = [*own, HERE / "guided_filter.py"], pool.fingerprint(pool.ROOT)
+        own += [HERE / name for name in ("guided_filter.py", "outbreak.py")]
+        text = pool.fingerprint(pool.ROOT)
     whole = hashlib.sha256(text.encode())
     for path in sorted(own):
         whole.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -47,30 +47,30 @@ def bulk_ess(theta: np.ndarray) -> float:
 
 def looks(run: Run) -> list[dict[str, object]]:
     """What each checkpoint of a run has: draws, seconds, quantiles, ESS; as JSON has it."""
-    if len(run.log_weight):
-        return [_weighted_look(run)]
-    found = []
-    for end, seconds in zip(run.ends.tolist(), run.seconds.tolist(), strict=True):
-        theta = run.theta[:, :end]
-        values = quantiles(theta.reshape(-1, theta.shape[-1])).tolist()
-        about = {"draws": end, "seconds": seconds, "ess": bulk_ess(theta), "k_hat": None}
-        found.append(about | {"quantiles": values, "unweighted": values})
-    return found
+    look = _weighted_look if len(run.log_weight) else _look
+    ends, seconds = run.ends.tolist(), run.seconds.tolist()
+    return [
+        {"draws": end, "seconds": time} | look(run.theta[:, :end], run.log_weight[:end])
+        for end, time in zip(ends, seconds, strict=True)
+    ]
 
 
-def _weighted_look(run: Run) -> dict[str, object]:
+def _look(theta: np.ndarray, _: np.ndarray) -> dict[str, object]:
+    """The draws of chains."""
+    values = quantiles(theta.reshape(-1, theta.shape[-1])).tolist()
+    return {"ess": bulk_ess(theta), "k_hat": None, "quantiles": values, "unweighted": values}
+
+
+def _weighted_look(theta: np.ndarray, log_weight: np.ndarray) -> dict[str, object]:
     """The draws of a fit, with PSIS weights; refuses draws that all have no mass."""
-    log_weight = nan_is_no_mass(torch.as_tensor(run.log_weight)).clamp(min=LOWEST)
+    log_weight = nan_is_no_mass(torch.as_tensor(log_weight)).clamp(min=LOWEST)
     if not (log_weight > LOWEST).any() or not log_weight.max() < np.inf:
         raise ArithmeticError("no draw has a finite weight")
-    (theta,) = run.theta
-    weights = psis_weights(log_weight)
+    (theta,) = theta
     return {
-        "draws": len(theta),
-        "seconds": float(run.seconds[-1]),
         "ess": len(theta) * ess_fraction(log_weight),
         "k_hat": k_hat(log_weight),
-        "quantiles": quantiles(theta, weights).tolist(),
+        "quantiles": quantiles(theta, psis_weights(log_weight)).tolist(),
         "unweighted": quantiles(theta).tolist(),
     }
 
@@ -82,13 +82,13 @@ def lasting(seconds: Sequence[float], errors: Sequence[float], bar: float = BAR)
 
 
 def curve(rows: pd.DataFrame, column: str, seeds: Sequence[int]) -> pd.DataFrame:
-    """Median seconds and error, and the range of the error, at each checkpoint of one method.
+    """Median seconds and error, and the range of the error, after each number of draws of a method.
 
     A seed without numbers counts as infinitely far.
     """
-    spread = rows.pivot(index="checkpoint", columns="seed", values=column)
+    spread = rows.pivot(index="draws", columns="seed", values=column)
     spread = spread.reindex(columns=list(seeds)).fillna(np.inf)
-    seconds = rows.groupby("checkpoint").seconds.median()
+    seconds = rows.groupby("draws").seconds.median()
     middle = {"seconds": seconds, "error": spread.median(axis=1)}
     table = pd.DataFrame(middle | {"low": spread.min(axis=1), "high": spread.max(axis=1)})
     return table.sort_values("seconds")

@@ -15,9 +15,9 @@ from lib.result import FitResult
 from lib.start import Start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as its scripts find each other
+import contenders
 import densities
 import growth
-import growth_ours
 import growth_problems
 import growth_reference
 import pool
@@ -66,7 +66,7 @@ def test_density_on_a_finer_grid_is_that_of_lib(tmp_path, monkeypatch):
     assert file["path"].shape == (280, 2) and 0 <= seconds < 10
 
 
-@pytest.mark.parametrize(("script", "start"), [("peers", 5.0), ("growth_ours", 0.0)])
+@pytest.mark.parametrize(("script", "start"), [("peers", 5.0), ("contenders", 0.0)])
 def test_seconds_count_the_start_of_a_chain(script, start, monkeypatch):
     """Kills a chain whose start costs nothing, and our own that is counted twice."""
 
@@ -102,14 +102,14 @@ def test_ours_draws_in_chunks_that_differ(monkeypatch):
         return draws(fit, n, seed)
 
     monkeypatch.setattr(FitResult, "draws", spy)
-    monkeypatch.setattr(growth_ours, "CHUNK", 20)
-    job = {"problem": "ou", "size": 6, "seed": 0, "steps": 2, "refits": 0, "draws": 60}
-    job["num_flows"] = 1
-    run, _ = growth_ours.ours(job), growth_ours.ours(job | {"seed": 1})
+    monkeypatch.setattr(contenders, "CHUNK", 20)
+    job = {"problem": "ou", "size": 6, "seed": 0, "steps": 2, "draws": 80, "num_flows": 1}
+    run, _ = contenders.growing(job), contenders.growing(job | {"seed": 1})
     assert layers == {1}
-    assert run.theta.shape == (1, 60, 3) and run.log_weight.shape == (60,)
-    assert len(np.unique(run.theta[0, :, 0])) == 60 and len(set(seeds)) == 6
-    assert run.ends.tolist() == [60] and run.setup < run.base < run.seconds[0]
+    assert run.theta.shape == (1, 80, 3) and run.log_weight.shape == (80,)
+    assert len(np.unique(run.theta[0, :, 0])) == 80 and len(set(seeds)) == 8
+    assert run.ends.tolist() == [20, 40, 60, 80]
+    assert run.setup < run.base < run.seconds[0] and (np.diff(run.seconds) > 0).all()
 
 
 def test_references_that_are_known():
@@ -168,11 +168,12 @@ def test_specs_are_of_the_rows_and_differ():
     flows = {(s["problem"], s["num_flows"]) for s in runs if s["side"] == "ours"}
     assert flows == {("ou", 0), ("sir", lib.Family().num_flows)}
     trial = growth.specs(["ou 200, ours", "ou 200, NUTS"], trial=7)
-    assert [s.get("steps", s["draws"]) for s in list(trial.values())[:-1]] == [7, 7]
+    assert [s["draws"] for s in list(trial.values())[:-1]] == [7, 7]
+    assert [s.get("steps", s.get("warmup")) for s in list(trial.values())[:-1]] == [7, 7]
 
 
 TRUTH = np.outer([-2.0, -1.0, 0.0, 1.0, 2.0], [1.0, 3.0, 0.2])
-LOST = "ou 5000, ours, 1 steps, seed 0"
+LOST = "ou 5000, ours, seed 0"
 
 
 def result(spec, errors):
@@ -223,7 +224,7 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, capsys):
     assert "ou 5000: ours inf s, NUTS 1000 s: we lose, far off." in said
     rows = list(csv.DictReader((tmp_path / "results/growth.csv").read_text().splitlines()))
     lost = [row for row in rows if "lost" in row["note"]]
-    assert [(row["checkpoint"], row["worst_error"]) for row in lost] == [("1", "inf")]
+    assert [(row["draws"], row["worst_error"]) for row in lost] == [("10000", "inf")]
     assert (tmp_path / "figures/growth.png").stat().st_size > 5000
     power = growth.slopes(lines).set_index("side")
     assert power.seconds_to_accuracy.to_dict() == pytest.approx({"ours": 1, "NUTS": 1})
