@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import gap_limit
+from lib.diagnostics import bound, gap_limit
 from lib.result import FitResult, check_count, check_kind, check_seed
 from lib.storage import difference, identity
 
@@ -49,7 +49,8 @@ def compare(
     Flagged: ELBOs further apart than 0.5·(1 + p·N/200) and than four standard errors, a quartile of
     some ϑ that differs by more than 0.25 interquartile ranges, or an ELBO that is not finite.
     """
-    elbo, noise = log_weight.mean(1), (log_weight.var(1).sum() / log_weight.shape[1]).sqrt()
+    elbo, se = log_weight.new_tensor([bound(row) for row in log_weight]).T
+    noise = se.square().sum().sqrt()
     limit = max(gap_limit(path_size), 4 * float(noise))
     gap, best = float(elbo.max() - elbo.min()), int(elbo.nan_to_num(-math.inf).argmax())
     quartiles = torch.as_tensor(np.quantile(vartheta.numpy(), QUARTILES, axis=1))

@@ -49,7 +49,8 @@ class Diagnostics(NamedTuple):
     """Trust report of a fit.
 
     Attributes:
-        elbo: Mean of log w, in nats; ``elbo_se`` its standard error.
+        elbo: Mean of log w, in nats, of the draws where it is finite; ``elbo_se`` its standard
+            error.
         log_evidence: log mean w, the importance-sampling estimate of log p(y).
         ess_fraction: (Σw)² / (n Σw²), between 0 and 1.
         k_hat: Pareto shape of the largest weights (PSIS); above 0.7 weighted numbers mislead.
@@ -89,9 +90,9 @@ def diagnose(
         converged: The fit's own verdict, with its ``reason``.
         second: Weights of draws that go beyond q(ϑ).
     """
-    log_evidence, se = log_mean(log_weight), float(log_weight.std()) / math.sqrt(len(log_weight))
-    mean, ess, k = float(log_weight.mean()), ess_fraction(log_weight), k_hat(log_weight)
-    faults = ([] if converged else [reason]) + weight_faults(mean, k, ess)
+    log_evidence, (mean, se) = log_mean(nan_is_no_mass(log_weight)), bound(log_weight)
+    ess, k = ess_fraction(log_weight), k_hat(log_weight)
+    faults = ([] if converged else [reason]) + weight_faults(log_weight, k, ess)
     wide, notes = (), []
     if second is not None:
         wide, notes = (log_mean(second.log_weight), *unseen(second)), second_notes(second)
@@ -105,11 +106,21 @@ def diagnose(
     return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict, *wide)
 
 
-def weight_faults(mean: float, k: float, ess: float) -> list[str]:
+def bound(log_weight: Float[Tensor, " mc"]) -> tuple[float, float]:
+    """Mean of the log weights that are finite, with its standard error; NaN of too few."""
+    finite = log_weight[log_weight.isfinite()]
+    if len(finite) < 2:
+        return math.nan, math.nan
+    return float(finite.mean()), float(finite.std()) / math.sqrt(len(finite))
+
+
+def weight_faults(log_weight: Float[Tensor, " mc"], k: float, ess: float) -> list[str]:
     """A weight that is not finite, k-hat above 0.7, a small effective share: each in words."""
-    faults = []
-    if not math.isfinite(mean):
-        faults.append("some draws have a weight that is not finite")
+    faults, lost = [], int((~log_weight.isfinite()).sum())
+    if lost:
+        faults.append(
+            f"weights not finite: {lost:,} of {len(log_weight):,} draws, left out of the ELBO"
+        )
     if not k <= K_HAT_LIMIT:
         faults.append(f"k-hat is {k:.2f}, above {K_HAT_LIMIT:g}: do not trust the weighted numbers")
     if not ess >= ESS_LIMIT:
@@ -184,25 +195,27 @@ def nan_is_no_mass(log_weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch
 
 
 def _ess(log_weight: Float[Tensor, " mc"]) -> float:
-    """Kish's effective sample size (Σw)² / Σw²; 0 without any weight."""
-    if not len(log_weight) or log_weight.max() == -math.inf:
-        return 0.0
+    """Kish's effective sample size (Σw)² / Σw²."""
     return len(log_weight) * ess_fraction(log_weight)
 
 
 def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
-    """Kish's effective sample size over n: (Σw)² / (n Σw²)."""
+    """Kish's effective sample size over n: (Σw)² / (n Σw²); 0 without any weight."""
+    log_weight = nan_is_no_mass(log_weight)
+    if not (log_weight > -math.inf).any():
+        return 0.0
     log_ess = 2 * torch.logsumexp(log_weight, 0) - torch.logsumexp(2 * log_weight, 0)
     return math.exp(float(log_ess) - math.log(len(log_weight)))
 
 
 def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
-    """Pareto shape of the largest weights (Vehtari et al. 2024); infinite if one is not finite.
+    """Pareto shape of the largest weights (Vehtari et al. 2024), draws without mass left out.
 
-    It is 0 for equal weights, those of a perfect q: they have no tail.
+    It is 0 for equal weights, those of a perfect q: they have no tail. It is infinite if a weight
+    is, and without any.
     """
-    values = log_weight.double().cpu().numpy()
-    if not np.isfinite(values).all():
+    values = log_weight[log_weight > -math.inf].double().cpu().numpy()
+    if not len(values) or values.max() == math.inf:
         return math.inf
     if np.ptp(values) == 0:
         return 0.0
@@ -212,7 +225,13 @@ def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
 
 
 def psis_weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
-    """Self-normalised importance weights, summing to 1, the largest ones Pareto-smoothed (PSIS)."""
+    """Self-normalised importance weights, summing to 1, the largest ones Pareto-smoothed (PSIS).
+
+    A draw without mass has none; all are NaN where there is no largest weight.
+    """
+    log_weight = nan_is_no_mass(log_weight)
+    if not log_weight.max().isfinite():
+        return torch.full_like(log_weight, torch.nan)
     with np.errstate(over="ignore"):
         smoothed, _ = arviz.psislw(log_weight.double().cpu().numpy())
     return torch.as_tensor(smoothed, dtype=log_weight.dtype).exp()

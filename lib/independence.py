@@ -157,7 +157,7 @@ def judge(
         share = f"{stay / num_steps:.1%} of its steps, more than {STAY_LIMIT:.0%}"
         faults.append(f"one draw held a chain for {share}")
     usable, nonfinite = log_weight[log_weight.isfinite()], count_faulty(log_weight)
-    faults += weight_faults(float(usable.mean()), k_hat(usable), ess_fraction(usable))
+    faults += weight_faults(usable, k_hat(usable), ess_fraction(usable))
     first = "Not to be trusted: " + "; ".join(faults) if faults else "No fault seen"
     found = f"{float(rate.mean()):.1%} of the proposals accepted, smallest ESS {smallest:.0f}, "
     found += f"largest R-hat {largest:.5g}, longest stay {stay} of {num_steps} steps"

@@ -15,7 +15,6 @@ from lib.diagnostics import (
     K_HAT_LIMIT,
     arviz,
     k_hat,
-    nan_is_no_mass,
     psis_weights,
     weighted_quantiles,
 )
@@ -123,17 +122,9 @@ def _summaries(
     Between the two, ``weights_trusted``: whether k-hat, the same for every entry, is at most 0.7.
     """
     equal = torch.full_like(log_weight, 1 / len(log_weight))
-    raw, weighted = (_statistics(values, w, levels) for w in (equal, _weights(log_weight)))
+    raw, weighted = (_statistics(values, w, levels) for w in (equal, psis_weights(log_weight)))
     trusted = {"weights_trusted": np.full(values.shape[1], k_hat(log_weight) <= K_HAT_LIMIT)}
     return raw | trusted | {f"weighted_{name}": entries for name, entries in weighted.items()}
-
-
-def _weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
-    """PSIS weights; NaN where they have no largest one, as when no draw has any weight."""
-    log_weight = nan_is_no_mass(log_weight)
-    if not log_weight.max().isfinite():
-        return torch.full_like(log_weight, torch.nan)
-    return psis_weights(log_weight)
 
 
 def _statistics(

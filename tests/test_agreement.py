@@ -68,6 +68,10 @@ def test_another_width_is_flagged():
 def test_a_broken_fit_is_flagged_and_never_the_best():
     result = compare(NAMES, weights(torch.nan, -5.0), draws((0, 0), (0, 0)), 200)
     assert result.flagged and result.best == 1
+    few = weights(-5.0, -5.0)
+    few[0, :3] = torch.nan
+    result = compare(NAMES, few, draws((0, 0), (0, 0)), 200)
+    assert not result.flagged and result.elbo_gap < 0.1
 
 
 def test_compare_fits_draws_from_each_and_refuses_strangers():

@@ -12,6 +12,7 @@ from lib.diagnostics import (
     LEVELS,
     Diagnostics,
     SecondLook,
+    bound,
     diagnose,
     ess_fraction,
     k_hat,
@@ -69,6 +70,30 @@ def test_each_fault_is_flagged_in_words(log_weight, converged, words):
     """Kills a NaN that passes because a comparison with it is false."""
     report = diagnose(log_weight, 200, converged, "the run was cut")
     assert report.flagged and report.verdict.startswith("Flagged: ") and words in report.verdict
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_draws_without_a_finite_weight_leave_the_others_their_numbers(bad):
+    """Kills a report, and weighted numbers, that one draw at which a model explodes makes NaN."""
+    whole = 0.3 * torch.randn(2000)
+    log_weight = torch.cat([whole[:900], torch.full((3,), bad), whole[900:]])
+    one, two = (diagnose(each, 200, True, "") for each in (whole, log_weight))
+    assert not one.flagged and two.flagged
+    assert two.verdict == ("Flagged: weights not finite: 3 of 2,003 draws, left out of the ELBO.")
+    assert two.elbo == pytest.approx(one.elbo) and two.elbo_se == pytest.approx(one.elbo_se)
+    assert two.k_hat == one.k_hat
+    # They do count among the draws that the evidence and the share are of.
+    assert two.log_evidence == pytest.approx(one.log_evidence + math.log(2000 / 2003))
+    assert two.ess_fraction == pytest.approx(one.ess_fraction * 2000 / 2003)
+    weights = psis_weights(log_weight)
+    assert float(weights.sum()) == pytest.approx(1.0) and (weights[900:903] == 0).all()
+
+
+def test_one_draw_with_a_weight_has_no_bound():
+    """Kills an error of 0, or a warning of torch, from a sample of one."""
+    assert all(map(math.isnan, bound(torch.tensor([math.nan, 1.0]))))
+    value, se = bound(torch.tensor([1.0, math.nan, 3.0]))
+    assert (value, se) == (2.0, pytest.approx(1.0))
 
 
 def test_the_gap_that_is_allowed_grows_with_the_path():
