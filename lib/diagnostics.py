@@ -3,6 +3,7 @@
 import importlib
 import math
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ LEVELS = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
 UNSEEN_LIMIT = 0.05
 UNSEEN_ESS = 3.0
 WIDE_ESS = 20
+LOWEST = -1e30  # a log weight of no mass whose powers are finite
 
 
 class _Arviz:
@@ -206,6 +208,30 @@ def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
         return 0.0
     log_ess = 2 * torch.logsumexp(log_weight, 0) - torch.logsumexp(2 * log_weight, 0)
     return math.exp(float(log_ess) - math.log(len(log_weight)))
+
+
+def tempered(
+    log_weight: Float[Tensor, " mc"], weigh: Callable[[Tensor], Tensor], share: float
+) -> Float[Tensor, " mc"] | None:
+    """Log weights times a power, 1 or less, with which they count as a share of the draws.
+
+    Args:
+        log_weight: Of each draw.
+        weigh: Weights from log weights.
+        share: The effective share (Σw)² / (n Σw²).
+
+    Returns:
+        Log weights; None where no draw has mass, or no power down to 1e-6 will do.
+    """
+    if not log_weight.max().isfinite():
+        return None
+    log_weight, power = log_weight.clamp(min=LOWEST), 1.0
+    while power > 1e-6:
+        weight = weigh(power * log_weight)
+        if weight.sum().square() >= share * len(weight) * weight.square().sum():
+            return power * log_weight
+        power *= 0.7
+    return None
 
 
 def k_hat(log_weight: Float[Tensor, " mc"]) -> float:

@@ -1,11 +1,13 @@
 """A better start: the posterior under the linearised model, by adaptive importance sampling."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.diagnostics import ess_fraction
+from lib.diagnostics import ess_fraction, tempered
 from lib.elbo import log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
@@ -38,9 +40,10 @@ def linear_start(model: StateSpaceModel, grid: Grid, start: Start, seed: int) ->
         start, q = _best_path(model, grid, start, seed + k)
         vartheta, log_proposal = _student(start.vartheta, tril, generator)
         log_weight = log_ratio(model, q, grid, vartheta, generator, COMMON) - log_proposal
-        weight = _tempered(log_weight)
-        if weight is None:
+        shrunk = tempered(log_weight, partial(torch.softmax, dim=0), SMALLEST_SHARE)
+        if shrunk is None:
             break
+        weight = torch.softmax(shrunk, 0)
         mean = weight @ vartheta
         centred = weight.sqrt()[:, None] * (vartheta - mean)
         tril = torch.linalg.cholesky(centred.T @ centred)
@@ -82,16 +85,3 @@ def _student(
     noise = torch.randn(NUM_DRAWS, d + FREEDOM, generator=generator, dtype=mean.dtype)
     z = noise[:, :d] * (FREEDOM / noise[:, d:].square().sum(1)).sqrt()[:, None]
     return mean + z @ tril.T, -0.5 * (FREEDOM + d) * torch.log1p(z.square().sum(1) / FREEDOM)
-
-
-def _tempered(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"] | None:
-    """Weights of sum 1, their log shrunk until they count as a tenth of the draws; or None."""
-    if not log_weight.max().isfinite():
-        return None
-    power = 1.0
-    while power > 1e-6:
-        weight = torch.softmax(power * log_weight.clamp(min=-1e30), 0)
-        if 1 / weight.square().sum() >= SMALLEST_SHARE * len(weight):
-            return weight
-        power *= 0.7
-    return None

@@ -7,14 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import log_mean, nan_is_no_mass
+from lib.diagnostics import log_mean, nan_is_no_mass, tempered
 from lib.maf import MAF, log_stretched, stretched
 from lib.step import BETAS, CLIP_NORM
 
 LogDensity = Callable[[Tensor], Tensor]
 
-# With a smaller effective share than this, the draws say less of the posterior than q(ϑ) does.
-SMALLEST_SHARE = 0.05
+SMALLEST_SHARE = 0.05  # effective, to which weights are tempered
 BATCH = 1000
 LEARNING_RATE = 1e-2
 # Share of the reverse divergence in what the refit minimises.
@@ -59,15 +58,19 @@ def refit_theta(
         generator: Of the draws.
         num_steps: Of Adam.
 
+    Where the draws count as a share below ``SMALLEST_SHARE``, q(ϑ) goes a part of the way: towards
+    :math:`m^{1-b} p^b` with the largest b, of the powers of 0.7, that makes them count as one.
+
     Returns:
-        Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where the
-        draws count as a share below ``SMALLEST_SHARE`` and nothing changes.
+        Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where no draw
+        has mass and nothing changes.
     """
     pool = draw_pool(flow, log_p, draws, generator)
-    weight = truncated(pool.log_weight)
-    if not weight.sum().square() >= SMALLEST_SHARE * draws * weight.square().sum():
+    log_weight = tempered(pool.log_weight, truncated, SMALLEST_SHARE)
+    if log_weight is None:
         return None
-    fit_to(flow, pool, weight, generator, num_steps)
+    pool = pool._replace(log_weight=log_weight)
+    fit_to(flow, pool, truncated(log_weight), generator, num_steps)
     return tails(flow, pool, generator)
 
 

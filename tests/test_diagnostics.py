@@ -18,6 +18,7 @@ from lib.diagnostics import (
     k_hat,
     marginals,
     psis_weights,
+    tempered,
     weighted_quantile,
 )
 from lib.widened import NormalMixture, second_look
@@ -40,6 +41,29 @@ def test_normal_log_weights():
     assert report.k_hat < 0.5
     assert not report.flagged and report.verdict.startswith("No fault seen")
     assert "ELBO 0.1" in report.verdict and "effective share 0.78" in report.verdict
+
+
+def test_tempered_weights_count_as_the_share_that_is_asked_for():
+    """Of N(0, s²) the effective share is exp(−s²). Kills a power that is not the largest."""
+    log_weight = 2.0 * torch.randn(400_000, dtype=torch.float64)
+    log_weight[::1000] = -math.inf  # a draw without mass stays one
+
+    def powers(share: float) -> Tensor:
+        found = tempered(log_weight, lambda values: torch.softmax(values, 0), share)
+        dead = log_weight == -math.inf
+        assert (found[dead] < -1e20).all()
+        return (found / log_weight)[~dead]
+
+    # 0.7^4 is the first power with (2·power)² < −log 0.7.
+    for share, power in ((0.01, 1.0), (0.2, 0.7**2), (0.7, 0.7**4)):
+        torch.testing.assert_close(powers(share), torch.full((399_600,), power).double())
+
+
+@pytest.mark.parametrize("broken", [-math.inf, math.inf, math.nan])
+def test_weights_that_say_nothing_are_not_tempered(broken):
+    log_weight = torch.tensor([broken, -math.inf])
+    assert tempered(log_weight, lambda values: torch.softmax(values, 0), 0.1) is None
+    assert tempered(torch.zeros(5), lambda values: torch.softmax(values, 0), 1.1) is None
 
 
 @pytest.mark.parametrize("shape", [0.3, 0.9])

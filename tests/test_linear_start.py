@@ -14,7 +14,6 @@ from lib.linear_start import (
     PLAIN,
     _best_path,
     _student,
-    _tempered,
     linear_start,
 )
 from lib.posterior import VariationalPosterior
@@ -112,13 +111,3 @@ def test_common_noise_is_shared_by_all_theta_and_its_ratio_is_a_mean() -> None:
     assert ratios(sir(), 3).std() < 1e-9 and ratios(sir(), 0).std() > 0.1
     # Of OU every path has the same ratio, and so has every mean.
     torch.testing.assert_close(ratios(ou(), 3), ratios(ou(), 0), rtol=1e-9, atol=1e-8)
-
-
-def test_weights_are_tempered_until_a_tenth_of_the_draws_counts() -> None:
-    wild = torch.linspace(0, 1e4, 200).double()
-    weight = _tempered(wild)
-    assert weight.sum() == pytest.approx(1.0)
-    assert 0.1 <= 1 / weight.square().sum() / 200 < 0.2
-    even = _tempered(torch.randn(200).double() * 0.1)
-    assert 1 / even.square().sum() > 190
-    assert _tempered(torch.full((5,), -torch.inf)) is None

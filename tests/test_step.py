@@ -310,7 +310,6 @@ def test_a_fit_is_the_same_recorded(monkeypatch) -> None:
     monkeypatch.setattr(cuda_graph, "record", recorded)
     monkeypatch.setattr(train, "captured", lambda *args: made.append(1) or capture(*args))
     monkeypatch.setattr(train, "check_mode", lambda *_: None)
-    monkeypatch.setattr("lib.refit.SMALLEST_SHARE", 0)
     for name in ("EARLY_STEPS", "LAST_STEPS"):
         monkeypatch.setattr(f"lib.supply.{name}", 3)
     config = lib.FitConfig(num_steps=30, num_samples=4, wide_samples=2, refits=2)

@@ -467,7 +467,6 @@ def test_seconds_count_every_refit_and_the_last(monkeypatch, steps):
 
 def test_the_real_refit_ends_a_run_and_leaves_the_path(monkeypatch, steps):
     """Kills a refit whose outcome does not reach the fit: same seed, same steps, another q(ϑ)."""
-    monkeypatch.setattr("lib.refit.SMALLEST_SHARE", 0)
     monkeypatch.setattr("lib.supply.LAST_DRAWS", 500)
     monkeypatch.setattr("lib.supply.LAST_STEPS", 3)
     config = lib.FitConfig(num_steps=10, num_samples=4, refits=1)
