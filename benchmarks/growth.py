@@ -26,6 +26,9 @@ CHAINS = {
     "ou": {200: (3, 20_000), 1000: (3, 10_000), 5000: (3, 8000), 20_000: (1, 5000)},
     "sir": {0.1: (3, 20_000), 0.05: (3, 20_000), 0.02: (3, 10_000), 0.01: (2, 8000)},
 }
+# Draws of NUTS on the path itself, which mixes ten times slower where it is long or fine, but sees
+# the tail of log σ; by days of the epidemic.
+CENTRED = {0.1: 6000, 0.05: 6000, 0.02: 3000}
 # Ours: a linear model needs neither steps nor flows, as its smoother is exact.
 FITS = {
     "ou": {"steps": 1, "num_flows": 0, "draws": 10_000},
@@ -43,7 +46,7 @@ ABOUT = (
 def names() -> list[str]:
     """Of the rows."""
     places = [(problem, size) for problem, sizes in CHAINS.items() for size in sizes]
-    return [_name(*place, side) for place in places for side in ("ours", "NUTS")]
+    return [_name(*place, side) for place in places for side in _jobs(*place)]
 
 
 def _name(problem: str, size: float, side: str) -> str:
@@ -60,9 +63,9 @@ def specs(rows: Sequence[str], trial: int | None = None) -> dict[str, pool.Spec]
     found, references = {}, {}
     for seed in range(1 if trial else SEEDS):
         for problem, sizes in CHAINS.items():
-            for size, (seeds, draws) in sizes.items():
+            for size, (seeds, _) in sizes.items():
                 about = {"problem": problem, "size": size, "seed": seed}
-                for side, job in (("ours", _fit(problem)), ("NUTS", _chain(problem, draws))):
+                for side, job in _jobs(problem, size).items():
                     name = _name(problem, size, side)
                     if name not in rows or seed >= seeds:
                         continue
@@ -72,15 +75,17 @@ def specs(rows: Sequence[str], trial: int | None = None) -> dict[str, pool.Spec]
     return found | references
 
 
-def _fit(problem: str) -> pool.Spec:
-    """Ours, with its default options but for a linear model."""
-    return {"script": OURS, "method": "growing"} | FITS[problem]
-
-
-def _chain(problem: str, draws: int) -> pool.Spec:
-    """NUTS on the innovations: the path itself mixes ten times slower when it is long or fine."""
-    job = {"script": NUTS, "method": "nuts", "path": "innovation", "warmup": 500, "draws": draws}
-    return job | {"accept": 0.8 if problem == "ou" else 0.9}
+def _jobs(problem: str, size: float) -> dict[str, pool.Spec]:
+    """By side: ours, NUTS on the innovations, and perhaps on the path."""
+    nuts = {"script": NUTS, "method": "nuts", "warmup": 500}
+    nuts |= {"accept": 0.8 if problem == "ou" else 0.9}
+    jobs = {
+        "ours": {"script": OURS, "method": "growing"} | FITS[problem],
+        "NUTS": nuts | {"path": "innovation", "draws": CHAINS[problem][size][1]},
+    }
+    if problem == "sir" and size in CENTRED:
+        jobs["NUTS, centred"] = nuts | {"path": "centred", "draws": CENTRED[size]}
+    return jobs
 
 
 def reference(problem: str, size: float) -> pool.Spec:
@@ -155,11 +160,11 @@ def _rows(spec: pool.Spec, result: pool.Result, truth: pool.Result) -> list[dict
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each size and side: when its median error is below the bar for good, and its cost.
 
-    ``run_to_accuracy`` leaves out set-up; ``to_nuts`` is the time over that of NUTS.
+    ``run_to_accuracy`` leaves out set-up; ``to_nuts`` is the time over that of the better NUTS.
     """
     groups = frame.groupby(["problem", "size", "side"], sort=False)
     lines = pd.DataFrame([_summarise(*key, rows) for key, rows in groups])
-    chains = lines[lines.side == "NUTS"].set_index(["problem", "size"]).seconds_to_accuracy
+    chains = lines[lines.side != "ours"].groupby(["problem", "size"]).seconds_to_accuracy.min()
     rival = chains.reindex(pd.MultiIndex.from_frame(lines[["problem", "size"]]))
     lines["to_nuts"] = lines.seconds_to_accuracy / rival.to_numpy()
     return lines
@@ -191,11 +196,11 @@ def verdict(lines: pd.DataFrame) -> list[str]:
     """For each size a sentence that says who is first to the bar."""
     said = []
     for (problem, size), rows in lines.groupby(["problem", "size"], sort=False):
-        found = rows.set_index("side").seconds_to_accuracy.reindex(["ours", "NUTS"])
-        ours, nuts = found.to_list()
-        if found.isna().any():
+        own = rows.side == "ours"
+        ours, nuts = (rows.seconds_to_accuracy[side].min() for side in (own, ~own))
+        if np.isnan([ours, nuts]).any():
             end = "one side is not run yet"
-        elif np.isinf(found).all():
+        elif np.isinf([ours, nuts]).all():
             end = f"neither is within {yardstick.BAR:g} sd"
         elif ours > nuts:
             end = "we lose, " + (f"{ours / nuts:.1f} to 1" if np.isfinite(ours) else "far off")
