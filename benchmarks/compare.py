@@ -126,6 +126,7 @@ def _rows(spec: pool.Spec, result: pool.Result) -> list[dict[str, object]]:
     about = {"problem": spec["problem"], "method": spec["name"], "seed": spec["seed"]}
     if "error" in result:
         failed = {"draws": spec["draws"], "worst_error": np.inf, "unweighted_error": np.inf}
+        failed |= dict.fromkeys(("seconds", "setup_seconds", "memory_mb"), np.nan)
         return [about | failed | {"seconds_to_ess": np.inf, "note": result["error"]}]
     truth, names = reference(spec["problem"], spec["num_obs"]), NAMES[spec["problem"]]
     lines = []
@@ -176,7 +177,7 @@ def _summarise(
         "lowest_error": curve.error.min(),
         "last_seconds": curve.seconds.max(),
         "seconds_to_ess": last.seconds_to_ess.median(),
-        "error_at_ess": curve.error[last.draws.max()],
+        "last_error": curve.error[last.draws.max()],
         "memory_mb": rows.memory_mb.median(),
         "best": False,
     }
@@ -220,6 +221,8 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reached(line: tuple) -> str:
+    if np.isinf(line.lowest_error):
+        return "failed"
     if np.isfinite(line.seconds_to_accuracy):
         return f"{line.seconds_to_accuracy:.0f} s"
     return f"not in {line.last_seconds:.0f} s, {line.lowest_error:.2f} sd at best"

@@ -18,7 +18,8 @@ from lib import Family, FitConfig, plots
 
 DAYS = 14  # of the epidemic: its grid has so many over dt steps
 OURS, NUTS, REFERENCE = "contenders", "peers", "growth_reference"  # scripts
-LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py")  # what a reference needs of it
+# What a reference needs of lib.
+LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py", "lib/diagnostics.py")
 PARTS = ("contact_posterior.py", "guided_filter.py", "outbreak.py", "problems.py", "yardstick.py")
 SEEDS = 3
 # Problem → size (observations; days) → seeds and draws of NUTS.
@@ -26,9 +27,11 @@ CHAINS = {
     "ou": {200: (3, 20_000), 1000: (3, 10_000), 5000: (3, 8000), 20_000: (1, 5000)},
     "sir": {0.1: (3, 20_000), 0.05: (3, 20_000), 0.02: (3, 10_000), 0.01: (2, 8000)},
 }
-# Draws of NUTS on the path itself, which mixes ten times slower where it is long or fine, but sees
-# the tail of log σ; by days of the epidemic.
-CENTRED = {0.1: 6000, 0.05: 6000, 0.02: 3000}
+# Draws of NUTS on the path itself. Where that is long or fine it mixes too slowly to be waited for.
+CENTRED = {
+    "ou": {200: 20_000, 1000: 10_000, 5000: 4000},
+    "sir": {0.1: 6000, 0.05: 6000, 0.02: 3000},
+}
 # Ours: a linear model needs neither steps nor flows, as its smoother is exact.
 FITS = {
     "ou": {"steps": 1, "num_flows": 0, "draws": 10_000},
@@ -83,8 +86,8 @@ def _jobs(problem: str, size: float) -> dict[str, pool.Spec]:
         "ours": {"script": OURS, "method": "growing"} | FITS[problem],
         "NUTS": nuts | {"path": "innovation", "draws": CHAINS[problem][size][1]},
     }
-    if problem == "sir" and size in CENTRED:
-        jobs["NUTS, centred"] = nuts | {"path": "centred", "draws": CENTRED[size]}
+    if size in CENTRED[problem]:
+        jobs["NUTS, centred"] = nuts | {"path": "centred", "draws": CENTRED[problem][size]}
     return jobs
 
 

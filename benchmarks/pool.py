@@ -39,9 +39,10 @@ def fingerprint(root: Path) -> str:
 
 
 def shortened(spec: Spec, trial: int | None) -> Spec:
-    """The spec with so many steps, draws and draws of warm-up, where it has any; None: as it is."""
-    lengths = dict.fromkeys(("steps", "draws", "warmup"), trial) if trial else {}
-    return spec | {name: n for name, n in lengths.items() if name in spec}
+    """A fit of so many steps, or a chain of so many draws after as many more; None: as it is."""
+    if not trial:
+        return spec
+    return spec | ({"steps": trial} if "steps" in spec else {"draws": trial, "warmup": trial})
 
 
 def key(spec: Spec, source: str) -> str:

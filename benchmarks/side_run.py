@@ -17,6 +17,7 @@ from problems import write_for_peers
 from timed_run import ONE_THREAD, Run
 
 HERE = Path(__file__).resolve().parent
+LIB = HERE.parent / "lib"
 PEERS = HERE / ".venv/bin/python"
 MAKE_PEERS = (
     "benchmarks/.venv is missing, on which NumPyro runs. Make it: python3.11 -m venv "
@@ -49,11 +50,12 @@ def _need(script: str) -> None:
 
 
 def source(script: str) -> str:
-    """Fingerprint of what a script's numbers depend on; those of the peers do not depend on lib."""
+    """Fingerprint of what a script's numbers depend on; those of the peers hardly depend on lib."""
     own, text = [HERE / name for name in (*SHARED, f"{script}.py")], ""
     if script == "peers":
         data = (HERE.parent / "data").glob("*.csv")
         own += [HERE / "densities.py", HERE / "requirements.txt", *data]
+        own += [LIB / name for name in ("diagnostics.py", "start.py")]  # their looks and starts
     else:
         own += [HERE / name for name in ("guided_filter.py", "outbreak.py")]
         text = pool.fingerprint(pool.ROOT)

@@ -20,7 +20,6 @@ from lib.diagnostics import (
 IQR_OF_NORMAL = 1.349  # in its standard deviations
 BAR = 0.1  # interquartile sds
 TARGET_ESS = 1000
-LOWEST = -1e30  # a log weight that says no mass, and that the smoothing can subtract from
 
 
 def quantiles(vartheta: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -63,8 +62,8 @@ def _look(theta: np.ndarray, _: np.ndarray) -> dict[str, object]:
 
 def _weighted_look(theta: np.ndarray, log_weight: np.ndarray) -> dict[str, object]:
     """The draws of a fit, with PSIS weights; refuses draws that all have no mass."""
-    log_weight = nan_is_no_mass(torch.as_tensor(log_weight)).clamp(min=LOWEST)
-    if not (log_weight > LOWEST).any() or not log_weight.max() < np.inf:
+    log_weight = nan_is_no_mass(torch.as_tensor(log_weight))
+    if not log_weight.max().isfinite():
         raise ArithmeticError("no draw has a finite weight")
     (theta,) = theta
     return {

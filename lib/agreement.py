@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import bound, gap_limit
+from lib.diagnostics import bound, gap_limit, lost_faults
 from lib.result import FitResult, check_count, check_kind, check_seed
 from lib.storage import difference, identity
 
@@ -47,7 +47,7 @@ def compare(
     """Compare the draws of several fits.
 
     Flagged: ELBOs further apart than 0.5·(1 + p·N/200) and than four standard errors, a quartile of
-    some ϑ that differs by more than 0.25 interquartile ranges, or an ELBO that is not finite.
+    some ϑ that differs by more than 0.25 interquartile ranges, or a weight that is not finite.
     """
     elbo, se = log_weight.new_tensor([bound(row) for row in log_weight]).T
     noise = se.square().sum().sqrt()
@@ -56,7 +56,8 @@ def compare(
     quartiles = torch.as_tensor(np.quantile(vartheta.numpy(), QUARTILES, axis=1))
     iqr = (quartiles[2] - quartiles[0]).mean(0)
     shift = ((quartiles.amax(1) - quartiles.amin(1)) / iqr).amax(0)
-    faults, spread = [], float(shift.max())
+    faults = [f"fit {k}: {words}" for k, row in enumerate(log_weight) for words in lost_faults(row)]
+    spread = float(shift.max())
     if not gap <= limit:
         faults.append(f"their ELBOs differ by {gap:.2f} nats, more than {limit:.2f}")
     if not spread <= SHIFT_LIMIT:

@@ -51,8 +51,8 @@ class Diagnostics(NamedTuple):
     """Trust report of a fit.
 
     Attributes:
-        elbo: Mean of log w, in nats, of the draws where it is finite; ``elbo_se`` its standard
-            error.
+        elbo: Mean of log w, in nats; ``elbo_se`` its standard error. Where some w is not finite it
+            is of q cut to the rest.
         log_evidence: log mean w, the importance-sampling estimate of log p(y).
         ess_fraction: (Σw)² / (n Σw²), between 0 and 1.
         k_hat: Pareto shape of the largest weights (PSIS); above 0.7 weighted numbers mislead.
@@ -109,25 +109,31 @@ def diagnose(
 
 
 def bound(log_weight: Float[Tensor, " mc"]) -> tuple[float, float]:
-    """Mean of the log weights that are finite, with its standard error; NaN of too few."""
+    """ELBO of q cut to where its log weights are finite, with its standard error; NaN of too few.
+
+    With a share s of the draws there it is their mean plus log s.
+    """
     finite = log_weight[log_weight.isfinite()]
     if len(finite) < 2:
         return math.nan, math.nan
-    return float(finite.mean()), float(finite.std()) / math.sqrt(len(finite))
+    log_share = math.log(len(finite) / len(log_weight))
+    return float(finite.mean()) + log_share, float(finite.std()) / math.sqrt(len(finite))
 
 
 def weight_faults(log_weight: Float[Tensor, " mc"], k: float, ess: float) -> list[str]:
     """A weight that is not finite, k-hat above 0.7, a small effective share: each in words."""
-    faults, lost = [], int((~log_weight.isfinite()).sum())
-    if lost:
-        faults.append(
-            f"weights not finite: {lost:,} of {len(log_weight):,} draws, left out of the ELBO"
-        )
+    faults = lost_faults(log_weight)
     if not k <= K_HAT_LIMIT:
         faults.append(f"k-hat is {k:.2f}, above {K_HAT_LIMIT:g}: do not trust the weighted numbers")
     if not ess >= ESS_LIMIT:
         faults.append(f"the effective share of the draws is {ess:.3f}, below {ESS_LIMIT:g}")
     return faults
+
+
+def lost_faults(log_weight: Float[Tensor, " mc"]) -> list[str]:
+    """How many weights are not finite, in words."""
+    lost = int((~log_weight.isfinite()).sum())
+    return [f"weights not finite: {lost:,} of {len(log_weight):,} draws"] if lost else []
 
 
 def unseen(second: SecondLook) -> tuple[float, float]:
@@ -211,39 +217,46 @@ def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
 
 
 def tempered(
-    log_weight: Float[Tensor, " mc"], weigh: Callable[[Tensor], Tensor], share: float
+    log_weight: Float[Tensor, " mc"],
+    weigh: Callable[[Tensor], Tensor],
+    share: float,
+    log_base: Float[Tensor, " mc"] | float = 0.0,
 ) -> Float[Tensor, " mc"] | None:
-    """Log weights times a power, 1 or less, with which they count as a share of the draws.
+    r"""Log of :math:`w^b w_0^{1-b}`, b the largest power of 0.7 with which the draws count enough.
 
     Args:
-        log_weight: Of each draw.
+        log_weight: log w of each draw.
         weigh: Weights from log weights.
-        share: The effective share (Σw)² / (n Σw²).
+        share: What they must count as, (Σw)² / (n Σw²).
+        log_base: log w_0; 0 is the law of the draws.
 
     Returns:
-        Log weights; None where no draw has mass, or no power down to 1e-6 will do.
+        Log weights; None where a weight is infinite, or so few draws have mass that no b down to
+        1e-6 will do.
     """
     if not log_weight.max().isfinite():
         return None
     log_weight, power = log_weight.clamp(min=LOWEST), 1.0
     while power > 1e-6:
-        weight = weigh(power * log_weight)
+        between = power * log_weight + (1 - power) * log_base
+        weight = weigh(between)
         if weight.sum().square() >= share * len(weight) * weight.square().sum():
-            return power * log_weight
+            return between
         power *= 0.7
     return None
 
 
 def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
-    """Pareto shape of the largest weights (Vehtari et al. 2024), draws without mass left out.
+    """Pareto shape of the largest weights (Vehtari et al. 2024).
 
     It is 0 for equal weights, those of a perfect q: they have no tail. It is infinite if a weight
-    is, and without any.
+    is, and where the draws with mass are no more than a tail.
     """
-    values = log_weight[log_weight > -math.inf].double().cpu().numpy()
-    if not len(values) or values.max() == math.inf:
+    values = nan_is_no_mass(log_weight).double().cpu().numpy()
+    mass, n = values[values > -math.inf], len(values)
+    if len(mass) <= math.ceil(min(n / 5, 3 * math.sqrt(n))) or mass.max() == math.inf:
         return math.inf
-    if np.ptp(values) == 0:
+    if np.ptp(mass) == 0:
         return 0.0
     # The Pareto fit tries shapes at which exp overflows; their likelihood is then 0, as it should.
     with np.errstate(over="ignore"):
@@ -304,7 +317,9 @@ def weighted_quantiles(
     levels: Float[Tensor, " levels"],
     weights: Float[Tensor, " mc"] | None = None,
 ) -> Float[Tensor, "levels columns"]:
-    """Those of every column."""
+    """Those of every column; a draw without weight is none."""
+    if weights is not None:
+        values, weights = values[weights != 0], weights[weights != 0]
     ordered, order = values.T.contiguous().sort(-1)
     w = torch.ones_like(ordered) / len(values) if weights is None else weights[order]
     columns = zip((w.cumsum(-1) - 0.5 * w).numpy(), ordered.numpy(), strict=True)

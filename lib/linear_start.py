@@ -33,7 +33,7 @@ def linear_start(model: StateSpaceModel, grid: Grid, start: Start, seed: int) ->
     1992). A weight is that of the smoother's own paths under the model itself, from noise common to
     all ϑ: the linearised model's evidence would be wrong where its path is far from ``start.path``.
     Before each round the path goes towards the smoother's mean (iterated Kalman smoother, Bell
-    1994), if draws about it are then likelier. Where no draw has mass the start stays as it is.
+    1994), if draws about it are then likelier. Where hardly any has mass the start stays as it is.
     """
     tril, generator = torch.diag(start.vartheta_sd), torch.Generator().manual_seed(seed)
     for k in range(MOST_ROUNDS):

@@ -27,12 +27,13 @@ TAIL_POWER = 0.1
 class Pool(NamedTuple):
     """Draws of ϑ from m, half q(ϑ) and half its tails, the latter last, with one path for each.
 
-    ``log_weight`` is log p(ϑ, x, y) − log m(ϑ) q(x | ϑ).
+    ``log_weight`` is log p(ϑ, x, y) − log m(ϑ) q(x | ϑ); ``log_base`` is log q(ϑ) − log m(ϑ).
     """
 
     vartheta: Float[Tensor, "mc theta"]
     log_m: Float[Tensor, " mc"]
     log_weight: Float[Tensor, " mc"]
+    log_base: Float[Tensor, " mc"]
 
 
 def refit_theta(
@@ -59,14 +60,14 @@ def refit_theta(
         num_steps: Of Adam.
 
     Where the draws count as a share below ``SMALLEST_SHARE``, q(ϑ) goes a part of the way: towards
-    :math:`m^{1-b} p^b` with the largest b, of the powers of 0.7, that makes them count as one.
+    :math:`q^{1-b} p^b` with the largest b, of the powers of 0.7, that makes them count as one.
 
     Returns:
-        Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where no draw
-        has mass and nothing changes.
+        Noise of q(ϑ) whose ϑ are tails that matter, to train q(x | ϑ) there; or None, where fewer
+        draws than that share have mass, or one has an infinite one, and nothing changes.
     """
     pool = draw_pool(flow, log_p, draws, generator)
-    log_weight = tempered(pool.log_weight, truncated, SMALLEST_SHARE)
+    log_weight = tempered(pool.log_weight, truncated, SMALLEST_SHARE, pool.log_base)
     if log_weight is None:
         return None
     pool = pool._replace(log_weight=log_weight)
@@ -81,8 +82,9 @@ def draw_pool(flow: MAF, log_p: LogDensity, n: int, generator: torch.Generator) 
     noise = torch.randn(n, len(loc), generator=generator, dtype=loc.dtype, device=loc.device)
     noise = stretched(noise, n // 2)
     vartheta, log_q_theta = flow(noise)
-    log_m = log_q_theta + log_stretched(noise)
-    return Pool(vartheta, log_m, nan_is_no_mass(log_p(vartheta).to(log_m) - log_m))
+    log_base = -log_stretched(noise)
+    log_m = log_q_theta - log_base
+    return Pool(vartheta, log_m, nan_is_no_mass(log_p(vartheta).to(log_m) - log_m), log_base)
 
 
 def truncated(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:

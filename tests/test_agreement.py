@@ -71,7 +71,8 @@ def test_a_broken_fit_is_flagged_and_never_the_best():
     few = weights(-5.0, -5.0)
     few[0, :3] = torch.nan
     result = compare(NAMES, few, draws((0, 0), (0, 0)), 200)
-    assert not result.flagged and result.elbo_gap < 0.1
+    assert result.flagged and result.elbo_gap < 0.1
+    assert f"fit 0: weights not finite: 3 of {few.shape[1]:,} draws" in result.verdict
 
 
 def test_compare_fits_draws_from_each_and_refuses_strangers():

@@ -379,7 +379,9 @@ def test_specs_take_turns_and_differ():
     own = {(s["problem"], s["steps"]) for s in wanted.values() if s["name"].startswith("ours")}
     assert own == {("ou", 1), ("ou", 250), ("sir", 250), ("sir", lib.FitConfig().num_steps)}
     trial = compare.specs(compare.METHODS, ["ou"], trial=7).values()
-    assert {spec.get(key, 7) for spec in trial for key in ("steps", "draws", "warmup")} == {7}
+    assert {spec.get("steps", spec.get("warmup")) for spec in trial} == {7}
+    assert {spec["draws"] for spec in trial if "steps" not in spec} == {7}
+    assert {spec["draws"] % 1000 for spec in trial if "steps" in spec} == {0}  # made in chunks
 
 
 @pytest.mark.parametrize("extra", [[], ["--problem", "sir"], ["--problem", "ou", "--save-to", "x"]])
@@ -476,12 +478,12 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):
     assert ours.to_nuts == pytest.approx(50 / 30, abs=0.01)
     assert lines.best.tolist() == [False, True, True, False, True]
     assert ours.setup_seconds == 5.0 and ours.seconds_to_ess == 20.0
-    assert ours.error_at_ess == pytest.approx(0.09, abs=0.006)
+    assert ours.last_error == pytest.approx(0.09, abs=0.006)
     rows = list(csv.DictReader((tmp_path / "results/compare.csv").read_text().splitlines()))
     (claim,) = csv.DictReader((tmp_path / "results/claims_compare.csv").read_text().splitlines())
     assert tuple(claim) == Claim._fields
     assert claim["ours"].startswith(
-        "ours, 250 steps 50 s; NUTS, innovation 30 s; AutoIAFNormal, 2000 steps not in "
+        "ours, 250 steps 50 s; NUTS, innovation 30 s; AutoIAFNormal, 2000 steps failed; "
     )
     assert claim["verdict"] == "1.7 times the seconds of NUTS"
     failed = [row for row in rows if row["method"].startswith("AutoIAFNormal")]

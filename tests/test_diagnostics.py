@@ -59,6 +59,19 @@ def test_tempered_weights_count_as_the_share_that_is_asked_for():
         torch.testing.assert_close(powers(share), torch.full((399_600,), power).double())
 
 
+def test_tempered_weights_begin_at_the_base():
+    """From N(0, 1) to N(3, 1), by draws of N(0, 2²): a normal between. Kills a base left out."""
+    x = 2 * torch.randn(200_000, dtype=torch.float64)
+    log_m, log_q, log_p = (
+        Normal(m, s).log_prob(x) for m, s in ((0.0, 2.0), (0.0, 1.0), (3.0, 1.0))
+    )
+    found = tempered(log_p - log_m, lambda values: torch.softmax(values, 0), 0.4, log_q - log_m)
+    weight = torch.softmax(found, 0)
+    mean = float(weight @ x)
+    assert min(abs(mean - 3 * 0.7**k) for k in (1, 2, 3)) < 0.03
+    assert float(weight @ (x - mean).square()) == pytest.approx(1.0, abs=0.03)
+
+
 @pytest.mark.parametrize("broken", [-math.inf, math.inf, math.nan])
 def test_weights_that_say_nothing_are_not_tempered(broken):
     log_weight = torch.tensor([broken, -math.inf])
@@ -103,11 +116,12 @@ def test_draws_without_a_finite_weight_leave_the_others_their_numbers(bad):
     log_weight = torch.cat([whole[:900], torch.full((3,), bad), whole[900:]])
     one, two = (diagnose(each, 200, True, "") for each in (whole, log_weight))
     assert not one.flagged and two.flagged
-    assert two.verdict == ("Flagged: weights not finite: 3 of 2,003 draws, left out of the ELBO.")
-    assert two.elbo == pytest.approx(one.elbo) and two.elbo_se == pytest.approx(one.elbo_se)
+    assert two.verdict == ("Flagged: weights not finite: 3 of 2,003 draws.")
+    # q cut to the rest is denser there by 2003/2000, and all numbers are of the draws of q.
+    less = math.log(2000 / 2003)
+    assert two.elbo == pytest.approx(one.elbo + less) and two.elbo_se == pytest.approx(one.elbo_se)
     assert two.k_hat == one.k_hat
-    # They do count among the draws that the evidence and the share are of.
-    assert two.log_evidence == pytest.approx(one.log_evidence + math.log(2000 / 2003))
+    assert two.log_evidence == pytest.approx(one.log_evidence + less)
     assert two.ess_fraction == pytest.approx(one.ess_fraction * 2000 / 2003)
     weights = psis_weights(log_weight)
     assert float(weights.sum()) == pytest.approx(1.0) and (weights[900:903] == 0).all()
@@ -117,7 +131,16 @@ def test_one_draw_with_a_weight_has_no_bound():
     """Kills an error of 0, or a warning of torch, from a sample of one."""
     assert all(map(math.isnan, bound(torch.tensor([math.nan, 1.0]))))
     value, se = bound(torch.tensor([1.0, math.nan, 3.0]))
-    assert (value, se) == (2.0, pytest.approx(1.0))
+    assert (value, se) == (pytest.approx(2.0 + math.log(2 / 3)), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize("count", [1, 3, 135])
+def test_a_few_draws_with_all_the_mass_are_not_trusted(count):
+    """Kills equal weights of a tail's length that pass for those of a perfect q."""
+    log_weight = torch.full((2000,), -math.inf)
+    log_weight[:count] = 0.0
+    assert k_hat(log_weight) == math.inf
+    assert k_hat(torch.cat([torch.zeros(1990), log_weight[-10:]])) == 0.0
 
 
 def test_the_gap_that_is_allowed_grows_with_the_path():
@@ -143,6 +166,13 @@ def test_a_weight_of_zero_hides_its_value():
     values, weights = torch.tensor([5.0, 1.0, 9.0, 3.0]), torch.tensor([0.5, 0.0, 0.0, 0.5])
     low, high = weighted_quantile(values, torch.tensor([0.25, 0.75]), weights)
     assert (float(low), float(high)) == (3.0, 5.0)
+
+
+def test_a_draw_without_weight_pulls_no_quantile():
+    """Kills the interpolation towards it beyond the last draw that counts."""
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0, math.inf])
+    weights = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])
+    assert float(weighted_quantile(values, torch.tensor([0.95]), weights)) == 3.0
 
 
 def test_weighted_quantiles_are_those_of_repeated_values():

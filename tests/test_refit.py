@@ -169,7 +169,7 @@ def test_a_draw_without_a_density_has_no_weight(monkeypatch, value: float) -> No
     sound, q, grid = narrowed()
     model = lib.StateSpaceModel(Exploding(), sound.observation, Normal(torch.zeros(3), 0.5), [2.0])
     monkeypatch.setattr(Exploding, "value", value)  # after the door, which would refuse it
-    vartheta, _, log_weight = pool_of(model, q, grid, 2000, seed=0)
+    vartheta, _, log_weight, _ = pool_of(model, q, grid, 2000, seed=0)
     dead = vartheta[:, 0] > math.log(2.5)
     assert 20 < dead.sum() < 500
     assert (log_weight[dead] == -math.inf).all() and log_weight[~dead].isfinite().all()
@@ -209,11 +209,11 @@ def skewed_pool(n: int, wide: bool) -> refit.Pool:
     """Draws of the target itself, or of a wide normal; the target's constant is not known."""
     if not wide:
         draws = skewed(n)
-        return refit.Pool(draws, log_skewed(draws), torch.full((n,), -70.0))
+        return refit.Pool(draws, log_skewed(draws), torch.full((n,), -70.0), torch.zeros(n))
     m = Normal(torch.tensor([1.0, 0.5]), 2.0)
     draws = m.mean + 2.0 * torch.randn(n, 2)
     log_m = m.log_prob(draws).sum(1)
-    return refit.Pool(draws, log_m, log_skewed(draws) - log_m - 70.0)
+    return refit.Pool(draws, log_m, log_skewed(draws) - log_m - 70.0, torch.zeros(n))
 
 
 def plane_flow(num_flows: int = 2, tails: bool = True) -> MAF:
@@ -293,7 +293,7 @@ def test_a_margin_with_a_tail_of_its_own_is_learned() -> None:
     seen, fresh = slice(0, 20_000), slice(20_000, None)
     for tails in (True, False):
         flow = plane_flow(tails=tails)
-        pool = refit.Pool(y[seen], log_p[seen], torch.zeros(20_000))
+        pool = refit.Pool(y[seen], log_p[seen], torch.zeros(20_000), torch.zeros(20_000))
         weight, generator = torch.ones(20_000), torch.Generator().manual_seed(0)
         refit.fit_to(flow, pool, weight, generator, num_steps=300)
         divergence.append(float((log_p - flow.log_prob(y).detach())[fresh].mean()))
@@ -371,13 +371,19 @@ def test_seed_decides() -> None:
 def test_where_few_draws_count_the_refit_goes_a_part_of_the_way(monkeypatch, n: int) -> None:
     """Kills a limit not looked at, a number compared with a share, one power too many or too few.
 
-    And a reverse divergence, or tails, that keep the weights as they were.
+    And a reverse divergence, or tails, that keep the weights as they were; and a way that begins at
+    the draws' own law, half of it tails, and not at q(ϑ).
     """
     model, q, grid = narrowed()
     pool = pool_of(model, q, grid, n, seed=0)
+    log_base = q.theta_flow.log_prob(pool.vartheta).detach() - pool.log_m
+    assert_close(pool.log_base, log_base, atol=1e-4, rtol=0)
+
+    def between(power: float, pool: refit.Pool) -> Tensor:
+        return power * pool.log_weight + (1 - power) * pool.log_base
 
     def share(power: float) -> float:
-        weight = refit.truncated(power * pool.log_weight)
+        weight = refit.truncated(between(power, pool))
         return float(weight.sum() ** 2 / (weight @ weight)) / n
 
     assert share(1.0) < 0.95 * share(0.7) < 0.9 * share(0.7**2)
@@ -386,7 +392,7 @@ def test_where_few_draws_count_the_refit_goes_a_part_of_the_way(monkeypatch, n: 
         mine, own = copy.deepcopy(q), copy.deepcopy(q)
         generator = torch.Generator().manual_seed(0)
         given = refit.draw_pool(own.theta_flow, by_paths(model, own, grid, generator), n, generator)
-        given = given._replace(log_weight=power * given.log_weight)
+        given = given._replace(log_weight=between(power, given))
         refit.fit_to(own.theta_flow, given, refit.truncated(given.log_weight), generator, 3)
         tails = refit.tails(own.theta_flow, given, generator)
         found = refitted(model, mine, grid, n, seed=0, num_steps=3)
