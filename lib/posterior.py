@@ -20,7 +20,7 @@ from lib.ssm import StateSpaceModel
 from lib.start import Start
 
 # Values of A of the chains made at a time; the smoother holds some ten such arrays.
-CHAIN_VALUES = 1_600_000
+CHAIN_VALUES = 6_400_000
 
 
 class Noise(NamedTuple):

@@ -15,6 +15,7 @@ from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
 
 MOST_STEPS = 20  # whose chains are made together
+KEPT = 4  # part of the memory of chains that theirs may take, as they stay while steps are taken
 # The last refit decides how good q(ϑ) is; those before it have only to find its tails.
 LAST_DRAWS = 20_000
 LAST_STEPS = 300
@@ -97,7 +98,7 @@ class ThetaSupply:
             self.stock.append((self._theta(), None))
             return
         size = self.inner + self.wide
-        count = max(1, min(MOST_STEPS, self.q.chain_batch // size))
+        count = max(1, min(MOST_STEPS, self.q.chain_batch // (KEPT * size)))
         theta = torch.cat([self._theta() for _ in range(count)])
         with torch.no_grad():
             chain = self.q.chain(self.q.theta_flow(theta)[0])

@@ -153,7 +153,7 @@ def test_the_stock_is_as_large_as_the_memory_of_chains_allows(
     supply: ThetaSupply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills one chain at a time, and more at a time than a batch holds."""
-    for batch, left in ((1, 0), (5, 0), (16, 2), (10**6, MOST_STEPS - 1)):
+    for batch, left in ((1, 0), (16, 0), (59, 1), (64, 2), (10**6, MOST_STEPS - 1)):
         monkeypatch.setattr(VariationalPosterior, "chain_batch", batch)
         supply.stock.clear()
         supply.noise()
