@@ -233,7 +233,7 @@ def _verdict(mine: pd.Series, rival: pd.Series) -> str:
     if np.isinf(ours):
         return "neither gets there" if np.isinf(nuts) else "not reached by ours"
     return (
-        "only ours gets there" if np.isinf(nuts) else f"{ours / nuts:.1f} times the seconds of NUTS"
+        "only ours gets there" if np.isinf(nuts) else f"{ours / nuts:.2f} times the seconds of NUTS"
     )
 
 

@@ -436,7 +436,7 @@ def journal(tmp_path):
 @pytest.mark.parametrize(
     "mine, rival, verdict",
     [
-        (20.0, 40.0, "0.5 times the seconds of NUTS"),
+        (20.0, 40.0, "0.50 times the seconds of NUTS"),
         (np.inf, np.inf, "neither gets there"),
         (np.inf, 9.0, "not reached by ours"),
         (20.0, np.inf, "only ours gets there"),
@@ -485,7 +485,7 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, monkeypatch):
     assert claim["ours"].startswith(
         "ours, 250 steps 50 s; NUTS, innovation 30 s; AutoIAFNormal, 2000 steps failed; "
     )
-    assert claim["verdict"] == "1.7 times the seconds of NUTS"
+    assert claim["verdict"] == "1.67 times the seconds of NUTS"
     failed = [row for row in rows if row["method"].startswith("AutoIAFNormal")]
     assert len(failed) == 5 and all("no draw has a finite" in row["note"] for row in failed)
     chains = [row for row in rows if row["method"].startswith("NUTS, innovation")]
