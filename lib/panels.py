@@ -69,6 +69,13 @@ def unresolved(
     return 2 * rows > TOLERANCE, 2 * columns > TOLERANCE
 
 
+def uneven(panels: Float[Tensor, "panels 2"]) -> Bool[Tensor, " panels"]:
+    """More than twice as wide as a neighbour: mass at the border may lie between its nodes."""
+    width = panels[:, 1] - panels[:, 0]
+    beside = torch.nn.functional.pad(width, (1, 1), value=torch.inf)
+    return width > 2.001 * torch.minimum(beside[:-2], beside[2:])
+
+
 def refine(
     panels: Float[Tensor, "panels 2"], split: Bool[Tensor, " panels"]
 ) -> tuple[Float[Tensor, "refined 2"], Int[Tensor, " refined"], Bool[Tensor, " refined"]]:
