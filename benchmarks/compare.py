@@ -18,7 +18,7 @@ SEEDS = range(5)
 DRAWS = {"ou": 10_000, "sir": 60_000}  # of ours
 FLOWS = lib.Family().num_flows
 WARM_UP = 500  # of NUTS
-DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 3, "unweighted_error": 3, "k_hat": 2}
+DIGITS = {"setup_seconds": 2, "seconds": 2, "worst_error": 5, "unweighted_error": 5, "k_hat": 2}
 DIGITS |= {"ess": 0, "seconds_to_ess": 1, "memory_mb": 0}
 ABOUT = (
     f"{__doc__} Further options: --problem {' or '.join(NAMES)}; --num-obs N, of a simulated OU "

@@ -37,8 +37,8 @@ FITS = {
     "ou": {"steps": 1, "num_flows": 0, "draws": 10_000},
     "sir": {"steps": FitConfig().num_steps, "num_flows": Family().num_flows, "draws": 60_000},
 }
-DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 3, "ess": 0}
-DIGITS |= {"unweighted_error": 3, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
+DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 5, "ess": 0}
+DIGITS |= {"unweighted_error": 5, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
 TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
 ABOUT = (
     f"{__doc__} Rows are named like 'ou 5000, NUTS'. Seconds are of the processor, one thread "

@@ -503,3 +503,12 @@ def test_figure_draws_the_medians_and_the_bar():
     assert drawn["x"].get_ydata().tolist() == [1.0, 0.1] and first.get_yscale() == "log"
     assert first.lines[-1].get_ydata() == pytest.approx([0.2, 0.2])
     assert second.lines[0].get_color() == drawn["y"].get_color() != drawn["x"].get_color()
+
+
+def test_committed_tables_agree():
+    """Kills a summary of other runs, and errors rounded across the bar."""
+    runs, kept = (pd.read_csv(ROOT / f"results/compare{end}.csv") for end in ("", "_summary"))
+    again, same = compare.summary(runs, compare.SEEDS), {"check_dtype": False, "rtol": 0}
+    pd.testing.assert_frame_equal(again[["memory_mb"]], kept[["memory_mb"]], atol=0.51, **same)
+    again, kept = again.drop(columns="memory_mb"), kept.drop(columns="memory_mb")
+    pd.testing.assert_frame_equal(again, kept, atol=0.0601, **same)
