@@ -16,7 +16,7 @@ from torch.distributions import Normal
 
 import lib
 from lib.agreement import compare_fits
-from lib.diagnostics import ess_fraction
+from lib.weights import ess_fraction
 
 NUM_DRAWS = 20_000  # fresh ones, for ELBO, ESS and moments
 K_HAT_DRAWS = 10_000  # for the trust report, as FitResult.diagnostics() has it

@@ -19,7 +19,7 @@ from lib import Family, FitConfig, plots
 DAYS = 14  # of the epidemic: its grid has so many over dt steps
 OURS, NUTS, REFERENCE = "contenders", "peers", "growth_reference"  # scripts
 # What a reference needs of lib.
-LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py", "lib/diagnostics.py")
+LIB = ("lib/quadrature.py", "lib/kalman.py", "lib/panels.py", "lib/weights.py")
 PARTS = ("contact_posterior.py", "guided_filter.py", "outbreak.py", "problems.py", "yardstick.py")
 SEEDS = 3
 # Problem → size (observations; days) → seeds and draws of NUTS.

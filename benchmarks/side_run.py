@@ -55,7 +55,7 @@ def source(script: str) -> str:
     if script == "peers":
         data = (HERE.parent / "data").glob("*.csv")
         own += [HERE / "densities.py", HERE / "requirements.txt", *data]
-        own += [LIB / name for name in ("diagnostics.py", "start.py")]  # their looks and starts
+        own += [LIB / name for name in ("weights.py", "start.py")]  # their looks and starts
     else:
         own += [HERE / name for name in ("guided_filter.py", "outbreak.py")]
         text = pool.fingerprint(pool.ROOT)

@@ -8,14 +8,7 @@ import torch
 from problems import LEVELS
 from timed_run import Run
 
-from lib.diagnostics import (
-    arviz,
-    ess_fraction,
-    k_hat,
-    nan_is_no_mass,
-    psis_weights,
-    weighted_quantiles,
-)
+from lib.weights import arviz, ess_fraction, k_hat, nan_is_no_mass, psis_weights, weighted_quantiles
 
 IQR_OF_NORMAL = 1.349  # in its standard deviations
 BAR = 0.1  # interquartile sds

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import bound, gap_limit, lost_faults
+from lib.diagnostics import gap_limit, lost_faults
 from lib.result import FitResult, check_count, check_kind, check_seed
 from lib.storage import difference, identity
+from lib.weights import bound
 
 SHIFT_LIMIT = 0.25
 QUARTILES = (0.25, 0.5, 0.75)

@@ -1,9 +1,6 @@
-"""How far q is from the posterior: importance weights w = p(ϑ, x, y) / q(ϑ, x) of its draws."""
+"""How far q is from the posterior, in numbers and in words: what the weights of its draws say."""
 
-import importlib
 import math
-import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,26 +8,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-K_HAT_LIMIT = 0.7
+from lib.weights import (
+    K_HAT_LIMIT,
+    bound,
+    effective,
+    ess_fraction,
+    k_hat,
+    log_mean,
+    nan_is_no_mass,
+    psis_weights,
+    weighted_quantiles,
+)
+
 ESS_LIMIT = 0.1
 LEVELS = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
 UNSEEN_LIMIT = 0.05
 UNSEEN_ESS = 3.0
 WIDE_ESS = 20
-LOWEST = -1e30  # a log weight of no mass whose powers are finite
-
-
-class _Arviz:
-    """The package, imported at its first use: that takes longer than to import torch."""
-
-    def __getattr__(self, name: str) -> object:
-        with warnings.catch_warnings():
-            # arviz 0.23 announces its own future on the first import of a day.
-            warnings.simplefilter("ignore", FutureWarning)
-            return getattr(importlib.import_module("arviz"), name)
-
-
-arviz = _Arviz()
 
 
 class SecondLook(NamedTuple):
@@ -108,18 +102,6 @@ def diagnose(
     return Diagnostics(mean, se, log_evidence, ess, k, bool(faults), verdict, *wide)
 
 
-def bound(log_weight: Float[Tensor, " mc"]) -> tuple[float, float]:
-    """ELBO of q cut to where its log weights are finite, with its standard error; NaN of too few.
-
-    With a share s of the draws there it is their mean plus log s.
-    """
-    finite = log_weight[log_weight.isfinite()]
-    if len(finite) < 2:
-        return math.nan, math.nan
-    log_share = math.log(len(finite) / len(log_weight))
-    return float(finite.mean()) + log_share, float(finite.std()) / math.sqrt(len(finite))
-
-
 def weight_faults(log_weight: Float[Tensor, " mc"], k: float, ess: float) -> list[str]:
     """A weight that is not finite, k-hat above 0.7, a small effective share: each in words."""
     faults = lost_faults(log_weight)
@@ -139,7 +121,7 @@ def lost_faults(log_weight: Float[Tensor, " mc"]) -> list[str]:
 def unseen(second: SecondLook) -> tuple[float, float]:
     """Share of the weight that lies outside q(ϑ), and the effective number of draws there."""
     weight = torch.softmax(second.log_weight, 0)
-    return float(weight[second.outside].sum()), _ess(second.log_weight[second.outside])
+    return float(weight[second.outside].sum()), effective(second.log_weight[second.outside])
 
 
 def unseen_faults(second: SecondLook) -> list[str]:
@@ -164,7 +146,7 @@ def gap_faults(own: float, second: SecondLook | None, elbo: float, limit: float)
         faults.append((own, f"the ELBO is {own:.2f} nats below the evidence"))
     if second is not None:
         n, gap = len(second.log_weight), log_mean(second.log_weight) - elbo
-        ess = max(_ess(second.log_weight), 1.0)  # at least one, unless no draw has any weight
+        ess = max(effective(second.log_weight), 1.0)  # at least one, unless no draw has any weight
         if not gap - 2 * math.sqrt(max(1 / ess - 1 / n, 0.0)) <= limit:
             words = f"draws from a wider q(ϑ) put the evidence {gap:.2f} nats above the ELBO"
             faults.append((gap, words))
@@ -173,7 +155,7 @@ def gap_faults(own: float, second: SecondLook | None, elbo: float, limit: float)
 
 def second_notes(second: SecondLook) -> list[str]:
     """What the wider draws are too few to decide."""
-    (share, ess), reach = unseen(second), _ess(second.log_weight[second.wide])
+    (share, ess), reach = unseen(second), effective(second.log_weight[second.wide])
     if share > UNSEEN_LIMIT and ess < UNSEEN_ESS:
         return [
             f"There may be mass beyond q(ϑ): {share:.0%} of the weight, but on draws that "
@@ -190,90 +172,6 @@ def second_notes(second: SecondLook) -> list[str]:
 def gap_limit(path_size: int) -> float:
     """Nats by which an ELBO may lie below an evidence: 0.5·(1 + p·N/200)."""
     return 0.5 * (1 + path_size / 200)
-
-
-def log_mean(log_weight: Float[Tensor, " mc"]) -> float:
-    """Log of the mean weight."""
-    return float(torch.logsumexp(log_weight, 0)) - math.log(len(log_weight))
-
-
-def nan_is_no_mass(log_weight: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Log weights with −∞ for nan: far out the drift may overflow, and p gives no mass there."""
-    return log_weight.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-
-
-def _ess(log_weight: Float[Tensor, " mc"]) -> float:
-    """Kish's effective sample size (Σw)² / Σw²."""
-    return len(log_weight) * ess_fraction(log_weight)
-
-
-def ess_fraction(log_weight: Float[Tensor, " mc"]) -> float:
-    """Kish's effective sample size over n: (Σw)² / (n Σw²); 0 without any weight."""
-    log_weight = nan_is_no_mass(log_weight)
-    if not (log_weight > -math.inf).any():
-        return 0.0
-    log_ess = 2 * torch.logsumexp(log_weight, 0) - torch.logsumexp(2 * log_weight, 0)
-    return math.exp(float(log_ess) - math.log(len(log_weight)))
-
-
-def tempered(
-    log_weight: Float[Tensor, " mc"],
-    weigh: Callable[[Tensor], Tensor],
-    share: float,
-    log_base: Float[Tensor, " mc"] | float = 0.0,
-) -> Float[Tensor, " mc"] | None:
-    r"""Log of :math:`w^b w_0^{1-b}`, b the largest power of 0.7 with which the draws count enough.
-
-    Args:
-        log_weight: log w of each draw.
-        weigh: Weights from log weights.
-        share: What they must count as, (Σw)² / (n Σw²).
-        log_base: log w_0; 0 is the law of the draws.
-
-    Returns:
-        Log weights; None where a weight is infinite, or so few draws have mass that no b down to
-        1e-6 will do.
-    """
-    if not log_weight.max().isfinite():
-        return None
-    log_weight, power = log_weight.clamp(min=LOWEST), 1.0
-    while power > 1e-6:
-        between = power * log_weight + (1 - power) * log_base
-        weight = weigh(between)
-        if weight.sum().square() >= share * len(weight) * weight.square().sum():
-            return between
-        power *= 0.7
-    return None
-
-
-def k_hat(log_weight: Float[Tensor, " mc"]) -> float:
-    """Pareto shape of the largest weights (Vehtari et al. 2024).
-
-    It is 0 for equal weights, those of a perfect q: they have no tail. It is infinite if a weight
-    is, and where the draws with mass are no more than a tail.
-    """
-    values = nan_is_no_mass(log_weight).double().cpu().numpy()
-    mass, n = values[values > -math.inf], len(values)
-    if len(mass) <= math.ceil(min(n / 5, 3 * math.sqrt(n))) or mass.max() == math.inf:
-        return math.inf
-    if np.ptp(mass) == 0:
-        return 0.0
-    # The Pareto fit tries shapes at which exp overflows; their likelihood is then 0, as it should.
-    with np.errstate(over="ignore"):
-        return float(arviz.psislw(values)[1])
-
-
-def psis_weights(log_weight: Float[Tensor, " mc"]) -> Float[Tensor, " mc"]:
-    """Self-normalised importance weights, summing to 1, the largest ones Pareto-smoothed (PSIS).
-
-    A draw without mass has none; all are NaN where there is no largest weight.
-    """
-    log_weight = nan_is_no_mass(log_weight)
-    if not log_weight.max().isfinite():
-        return torch.full_like(log_weight, torch.nan)
-    with np.errstate(over="ignore"):
-        smoothed, _ = arviz.psislw(log_weight.double().cpu().numpy())
-    return torch.as_tensor(smoothed, dtype=log_weight.dtype).exp()
 
 
 class Marginals(NamedTuple):
@@ -301,27 +199,3 @@ def marginals(
     levels, weights = torch.tensor(LEVELS, dtype=vartheta.dtype), psis_weights(log_weight)
     raw, weighted = (weighted_quantiles(vartheta, levels, w).T.numpy() for w in (None, weights))
     return Marginals(tuple(names), np.array(LEVELS), raw, weighted, k_hat(log_weight))
-
-
-def weighted_quantile(
-    values: Float[Tensor, " mc"],
-    levels: Float[Tensor, " levels"],
-    weights: Float[Tensor, " mc"] | None = None,
-) -> Float[Tensor, " levels"]:
-    """Quantiles of weighted draws, interpolated between the mid-points of the weights' steps."""
-    return weighted_quantiles(values[:, None], levels, weights)[:, 0]
-
-
-def weighted_quantiles(
-    values: Float[Tensor, "mc columns"],
-    levels: Float[Tensor, " levels"],
-    weights: Float[Tensor, " mc"] | None = None,
-) -> Float[Tensor, "levels columns"]:
-    """Those of every column; a draw without weight is none."""
-    if weights is not None:
-        values, weights = values[weights != 0], weights[weights != 0]
-    ordered, order = values.T.contiguous().sort(-1)
-    w = torch.ones_like(ordered) / len(values) if weights is None else weights[order]
-    columns = zip((w.cumsum(-1) - 0.5 * w).numpy(), ordered.numpy(), strict=True)
-    out = np.stack([np.interp(levels.numpy(), *column) for column in columns], 1)
-    return torch.as_tensor(out, dtype=values.dtype)

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.diagnostics import nan_is_no_mass
 from lib.path_gradient import with_path_gradient
 from lib.posterior import Noise, VariationalPosterior
 from lib.smoother import Chain, part_of
 from lib.ssm import StateSpaceModel
+from lib.weights import nan_is_no_mass
 
 # Draws of q made at a time, where there are many, and path values: a long path takes memory.
 CHUNK = 500

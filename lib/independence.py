@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lib.diagnostics import arviz, ess_fraction, k_hat, weight_faults
+from lib.diagnostics import weight_faults
 from lib.result import FitResult, check_kind, check_seed
+from lib.weights import arviz, ess_fraction, k_hat
 
 R_HAT_LIMIT = 1.01
 ESS_LIMIT = 400

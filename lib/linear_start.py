@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Grid
-from lib.diagnostics import ess_fraction, tempered
 from lib.elbo import log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
 from lib.ssm import StateSpaceModel
 from lib.start import Start, admissible
+from lib.weights import ess_fraction, tempered
 
 NUM_DRAWS = 500
 MOST_ROUNDS = 12

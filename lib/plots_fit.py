@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lib.data import Observations
-from lib.diagnostics import K_HAT_LIMIT, k_hat, psis_weights, weighted_quantiles
 from lib.plots_parts import (
     BAND_LEVELS,
     GREY,
@@ -27,6 +26,7 @@ from lib.plots_parts import (
     stack,
 )
 from lib.result import Draws, FitResult, Forecast, check_kind
+from lib.weights import K_HAT_LIMIT, k_hat, psis_weights, weighted_quantiles
 
 MARKS = (".", "^", "s", "D")  # of the observed components that share a panel
 FEWEST_DRAWS = 20

@@ -10,8 +10,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from lib.diagnostics import K_HAT_LIMIT
 from lib.plots_parts import COLUMN, INK, LINES, PALETTE, legend_above, stack
+from lib.weights import K_HAT_LIMIT
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X")  # of methods, beside their colours
 KINDS = {"regular": "o", "tailed": "^", "plateau": "s"}  # of posteriors, and their marks

@@ -14,13 +14,13 @@ from scipy.stats import gaussian_kde
 from torch import Tensor
 from torch.distributions import Independent, MultivariateNormal, Normal
 
-from lib.diagnostics import weighted_quantile
 from lib.plots_fit import Weighing, check_draws, weigh
 from lib.plots_parts import COLUMN, GREY, INK, LINES, PALETTE, TRUTH, density, legend_above, row
 from lib.priors import NaturalPrior
 from lib.probe import check_bounds
 from lib.result import Draws, FitResult
 from lib.ssm import StateSpaceModel
+from lib.weights import weighted_quantile
 
 SHOWN = (0.002, 0.998)  # quantiles of q(ϑ) between which ϑ is shown
 PRIOR_DRAWS = 10_000

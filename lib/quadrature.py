@@ -173,10 +173,8 @@ def ou_posterior(
         # A cell is empty only if its neighbours are: a ridge may pass between its nodes.
         alive = max_pool2d(weights.sum((2, 3))[None], 3, stride=1, padding=1)[0] > NEGLIGIBLE
         split_rows, split_columns = panels.unresolved(weights)
-        split_rows, split_columns = (
-            split | panels.uneven(whole)
-            for split, whole in ((split_rows, rows), (split_columns, columns))
-        )
+        split_rows |= panels.uneven(rows)
+        split_columns |= panels.uneven(columns)
         if not (split_rows.any() or split_columns.any() or (alive & ~known).any()):
             keep = alive.any(1), alive.any(0)
             return _posterior(rows, columns, cells, weights, log_evidence, *keep)

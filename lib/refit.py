@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import log_mean, nan_is_no_mass, tempered
 from lib.maf import MAF, log_stretched, stretched
 from lib.step import BETAS, CLIP_NORM
+from lib.weights import log_mean, nan_is_no_mass, tempered
 
 LogDensity = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Observations
-from lib.diagnostics import Diagnostics, Marginals, SecondLook, arviz, diagnose, marginals
+from lib.diagnostics import Diagnostics, Marginals, SecondLook, diagnose, marginals
 from lib.elbo import in_chunks, log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
@@ -22,6 +22,7 @@ from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
 from lib.storage import check_columns, difference, identity, read, rebuild, write
 from lib.tables import Draws, draws_table, inference_data, path_table, theta_table, write_csv
+from lib.weights import arviz
 from lib.widened import second_look
 
 # Of q(ϑ) alone, without paths: they cost next to nothing.

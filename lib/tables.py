@@ -11,14 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.data import Observations
-from lib.diagnostics import (
-    K_HAT_LIMIT,
-    arviz,
-    k_hat,
-    psis_weights,
-    weighted_quantiles,
-)
 from lib.probe_data import as_path
+from lib.weights import K_HAT_LIMIT, arviz, k_hat, psis_weights, weighted_quantiles
 
 THETA_LEVELS = (0.025, 0.25, 0.5, 0.75, 0.975)
 PATH_LEVELS = (0.025, 0.5, 0.975)

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.diagnostics import SecondLook, nan_is_no_mass
+from lib.diagnostics import SecondLook
+from lib.weights import nan_is_no_mass
 
 # Chosen by measurement among normals of other factors and Student t of 1 to 3 degrees: finds a mode
 # of share 0.3 that lies 10 standard deviations away most often, in 1, 2 and 3 dimensions.

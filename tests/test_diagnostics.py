@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from lib.diagnostics import (
-    LEVELS,
-    Diagnostics,
-    SecondLook,
-    bound,
-    diagnose,
-    ess_fraction,
-    k_hat,
-    marginals,
-    psis_weights,
-    tempered,
-    weighted_quantile,
-)
+from lib.diagnostics import LEVELS, Diagnostics, SecondLook, diagnose, marginals
+from lib.weights import bound, ess_fraction, k_hat, psis_weights, tempered, weighted_quantile
 from lib.widened import NormalMixture, second_look
 
 

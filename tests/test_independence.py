@@ -10,9 +10,9 @@ from torch.distributions import Normal
 from torch.testing import assert_close
 
 import lib
-from lib.diagnostics import arviz
 from lib.independence import convergence, held_proposals, judge
 from lib.result import Draws, FitResult
+from lib.weights import arviz
 
 NAN, INF = math.nan, math.inf
 NEVER, ALWAYS = -1e-300, -1e300  # log u of a step that refuses any smaller weight, or none

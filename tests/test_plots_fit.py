@@ -23,8 +23,8 @@ from torch.distributions import (  # noqa: E402
 
 import lib  # noqa: E402
 from lib import plots, plots_fit, plots_theta  # noqa: E402
-from lib.diagnostics import psis_weights, weighted_quantile  # noqa: E402
 from lib.result import Draws, FitResult, Forecast, History  # noqa: E402
+from lib.weights import psis_weights, weighted_quantile  # noqa: E402
 
 NAN = math.nan
 N = 6  # grid steps of 0.5 from t = 1

@@ -10,7 +10,7 @@ from torch.distributions import Normal
 
 import lib
 from lib import tables
-from lib.diagnostics import k_hat, psis_weights, weighted_quantile, weighted_quantiles
+from lib.weights import k_hat, psis_weights, weighted_quantile, weighted_quantiles
 
 THETA, STATES = ("rate", "size"), ("S", "I")
 SHARES = ("q2.5", "q25", "q50", "q75", "q97.5")
