@@ -113,7 +113,8 @@ class IAF(nn.Module):
         """Return (z, log |det dz'/dz|) of z' = out, one component a pass: s_j, μ_j need z_{<j}."""
         z, ladj = torch.zeros_like(out), torch.zeros_like(out[:, 0])
         for j in range(out.shape[1]):
-            _, mu, s, _ = self.trace(z)
+            # s_1 and μ_1 depend on nothing: one draw has them for all.
+            _, mu, s, _ = self.trace(z if j else z[:1])
             z_j = (out[:, j] - mu[:, j]) * (-s[:, j]).exp()
             z = torch.cat([z[:, :j], z_j[:, None], z[:, j + 1 :]], 1)
             ladj = ladj + s[:, j]

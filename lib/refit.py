@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.maf import MAF, log_stretched, stretched
-from lib.step import BETAS, CLIP_NORM
+from lib.schedule import decay
+from lib.step import Optimizer
 from lib.weights import log_mean, nan_is_no_mass, tempered
 
 LogDensity = Callable[[Tensor], Tensor]
@@ -105,18 +106,14 @@ def fit_to(
     if not weights:
         return
     log_p = (pool.log_weight + pool.log_m - log_mean(pool.log_weight)).clamp(min=LOWEST)
-    optimizer = torch.optim.Adam(weights, lr=LEARNING_RATE, betas=BETAS, fused=True)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-    for _ in range(num_steps):
+    optimizer = Optimizer(weights, [])
+    for step in range(num_steps):
         i = torch.randint(n, (BATCH,), generator=generator, device=weight.device)
         log_q = flow.log_prob(pool.vartheta[i])
         forward = -(weight[i] * log_q).mean()
         reverse = ((log_q - pool.log_m[i]).exp() * (log_q - log_p[i])).mean()
-        flow.zero_grad(set_to_none=True)
-        (forward + REVERSE * reverse).backward()
-        torch.nn.utils.clip_grad_norm_(weights, CLIP_NORM)
-        optimizer.step()
-        decay.step()
+        optimizer.set_rate(LEARNING_RATE * decay(step / num_steps))
+        optimizer.step(torch.autograd.grad(forward + REVERSE * reverse, weights))
 
 
 @torch.no_grad()

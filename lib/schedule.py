@@ -11,7 +11,12 @@ def schedule(share: float) -> float:
     """Linear warm-up, then cosine decay to 0, as a share of the peak learning rate."""
     if share < WARM_UP_SHARE:
         return (share + 1e-3) / (WARM_UP_SHARE + 1e-3)
-    return 0.5 * (1 + np.cos(np.pi * (share - WARM_UP_SHARE) / (1 - WARM_UP_SHARE)))
+    return decay((share - WARM_UP_SHARE) / (1 - WARM_UP_SHARE))
+
+
+def decay(share: float) -> float:
+    """Cosine decay from 1 to 0."""
+    return 0.5 * (1 + np.cos(np.pi * share))
 
 
 def temper(initial: float, share: float) -> float:

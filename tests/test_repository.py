@@ -66,7 +66,7 @@ PICTURE = {
     "path_gradient": {"gauss_markov", "posterior"},
     "elbo": {"data", "weights", "path_gradient", "posterior", "smoother", "ssm"},
     "widened": {"diagnostics", "weights"},
-    "refit": {"weights", "maf", "step"},
+    "refit": {"weights", "maf", "schedule", "step"},
     "storage": {"data", "family", "posterior", "priors", "probe_data", "ssm", "start"},
     "tables": {"data", "weights", "probe_data"},
     "result": {
