@@ -7,6 +7,7 @@ from functools import partial
 
 import growth_problems
 import growth_reference
+import growth_report
 import numpy as np
 import pandas as pd
 import pool
@@ -39,7 +40,6 @@ FITS = {
 }
 DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 5, "ess": 0}
 DIGITS |= {"unweighted_error": 5, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
-TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
 ABOUT = (
     f"{__doc__} Rows are named like 'ou 5000, NUTS'. Seconds are of the processor, one thread "
     "each, since the process began. Without its reference a run is not in the table yet."
@@ -195,48 +195,6 @@ def _summarise(problem: str, size: float, side: str, rows: pd.DataFrame) -> dict
     }
 
 
-def verdict(lines: pd.DataFrame) -> list[str]:
-    """For each size a sentence that says who is first to the bar."""
-    said = []
-    for (problem, size), rows in lines.groupby(["problem", "size"], sort=False):
-        own = rows.side == "ours"
-        ours, nuts = (rows.seconds_to_accuracy[side].min() for side in (own, ~own))
-        if np.isnan([ours, nuts]).any():
-            end = "one side is not run yet"
-        elif np.isinf([ours, nuts]).all():
-            end = f"neither is within {yardstick.BAR:g} sd"
-        elif ours > nuts:
-            end = "we lose, " + (f"{ours / nuts:.1f} to 1" if np.isfinite(ours) else "far off")
-        else:
-            end = "we win, " + (f"1 to {nuts / ours:.1f}" if np.isfinite(nuts) else "NUTS far off")
-        said.append(f"{problem} {size:g}: ours {ours:.0f} s, NUTS {nuts:.0f} s: {end}.")
-    return said
-
-
-def slopes(lines: pd.DataFrame) -> pd.DataFrame:
-    """Powers of N by least squares on the logs, of what is finite; NaN of fewer than two sizes."""
-    found = []
-    for (problem, side), rows in lines.groupby(["problem", "side"], sort=False):
-        line = {"problem": problem, "side": side}
-        for column in ("seconds_to_accuracy", "run_to_accuracy", "memory_mb"):
-            known = rows[np.isfinite(rows[column])]
-            x, y = np.log(known.grid_steps), np.log(known[column])
-            line[column] = np.polyfit(x, y, 1)[0] if len(x) > 1 else np.nan
-        found.append(line)
-    return pd.DataFrame(found)
-
-
-def panels(lines: pd.DataFrame) -> dict[str, dict]:
-    """Of each problem and side the columns of ``plots.growth``."""
-    found = {}
-    for (problem, side), rows in lines.groupby(["problem", "side"], sort=False):
-        columns = {"grid_steps": "steps", "seconds_to_accuracy": "seconds", "last_seconds": "spent"}
-        columns |= {"memory_mb": "memory"}
-        columns = rows[list(columns)].rename(columns=columns).sort_values("steps")
-        found.setdefault(TITLES[problem], {})[side] = columns.to_dict("list")
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is missing, then writes both tables and the figure, or prints the summary."""
     args = pool.parse("growth", ABOUT, argv)
@@ -246,14 +204,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = results(wanted, args)
     frame = table(wanted, found)
     lines = summary(frame)
-    print(*verdict(lines), "powers of N:", slopes(lines).round(2).to_string(index=False), sep="\n")
+    powers = growth_report.slopes(lines).round(2).to_string(index=False)
+    print(*growth_report.verdict(lines), "powers of N:", powers, sep="\n")
     if args.save_to is None:
         print(lines.round(2).to_string(index=False))
         return 0
     pool.save(frame.round(DIGITS), found, args)
     lines.round(2).to_csv(args.save_to / "results/growth_summary.csv", index=False)
+    growth_report.claims(lines).to_csv(args.save_to / "results/claims_growth.csv", index=False)
     plots.set_style()
-    figure = plots.growth(panels(lines), f"error ≤ {yardstick.BAR:g} sd")
+    figure = plots.growth(growth_report.panels(lines), f"error ≤ {yardstick.BAR:g} sd")
     figure.savefig(args.save_to / "figures/growth.png")
     return 0
 

@@ -20,6 +20,7 @@ import densities
 import growth
 import growth_problems
 import growth_reference
+import growth_report
 import pool
 import problems
 import side_run
@@ -232,8 +233,18 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, capsys):
     lost = [row for row in rows if "lost" in row["note"]]
     assert [(row["draws"], row["worst_error"]) for row in lost] == [("10000", "inf")]
     assert (tmp_path / "figures/growth.png").stat().st_size > 5000
-    power = growth.slopes(lines).set_index("side")
+    power = growth_report.slopes(lines).set_index("side")
     assert power.seconds_to_accuracy[["ours", "NUTS"]].tolist() == pytest.approx([1, 1])
+    (claim,) = csv.DictReader((tmp_path / "results/claims_growth.csv").read_text().splitlines())
+    assert claim["ours"].startswith(
+        "N = 200: ours 20 s, NUTS 40 s; N = 1,000: ours 100 s, NUTS 100 s; "
+    )
+    assert (
+        "N = 5,000: ours not, NUTS 1,000 s; power of the number of grid steps: ours 1.00, "
+        in claim["ours"]
+    )
+    assert claim["ours"].endswith("; 3 seed(s), the better NUTS")
+    assert claim["verdict"] == "ours first at N = 200, 1,000; NUTS first at N = 5,000"
     assert power.memory_mb.abs().max() < 1e-9 and power.run_to_accuracy["ours"] > 1.1
 
 
@@ -258,14 +269,29 @@ def test_the_verdict_is_plain(ours, nuts, end):
     if nuts:  # the better one counts, in whatever place
         worse = [rows[0] | {"side": "NUTS, centred", "seconds_to_accuracy": 2 * nuts}]
         rows = worse + rows if np.isfinite(nuts) else rows + worse
-    (said,) = growth.verdict(pd.DataFrame(rows))
+    (said,) = growth_report.verdict(pd.DataFrame(rows))
     assert said.endswith(f": {end}.")
 
 
+def test_a_claim_names_what_neither_reaches_and_leaves_out_what_is_not_run():
+    """Kills a tie of two that never get there told as a win, and half a row."""
+    cells = [(0.1, "ours", np.inf), (0.1, "NUTS", np.inf), (0.05, "ours", 30.0)]
+    lines = pd.DataFrame(cells, columns=["size", "side", "seconds_to_accuracy"])
+    lines = lines.assign(
+        problem="sir", seeds=1, grid_steps=14 / lines["size"], run_to_accuracy=1.0, memory_mb=1.0
+    )
+    (claim,) = growth_report.claims(lines).to_dict("records")
+    assert claim["ours"] == "dt = 0.1: ours not, NUTS not; 1 seed(s), the better NUTS"
+    assert claim["verdict"] == "neither at dt = 0.1"
+    assert growth_report.claims(lines[lines["size"] == 0.05]).empty
+
+
 def test_committed_tables_agree():
-    """Kills a summary of another run, to within what the table of runs is rounded by."""
+    """Kills a summary or claims of another run, to within what the tables are rounded by."""
     runs, kept = (pd.read_csv(ROOT / f"results/growth{end}.csv") for end in ("", "_summary"))
     again, whole = growth.summary(runs).reset_index(drop=True), ["last_ess", "memory_mb"]
+    claims = pd.read_csv(ROOT / "results/claims_growth.csv")
+    pd.testing.assert_frame_equal(growth_report.claims(kept), claims)
     same = {"check_dtype": False, "rtol": 0}
     pd.testing.assert_frame_equal(again[whole], kept[whole], atol=0.51, **same)
     again, kept = again.drop(columns=whole), kept.drop(columns=whole)
