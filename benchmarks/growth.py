@@ -13,7 +13,7 @@ import pandas as pd
 import pool
 import side_run
 import yardstick
-from problems import NAMES
+from problems import LEVELS, NAMES
 
 from lib import Family, FitConfig, plots
 
@@ -160,6 +160,21 @@ def _rows(spec: pool.Spec, result: pool.Result, truth: pool.Result) -> list[dict
     return rows
 
 
+def references(wanted: Mapping[str, pool.Spec], found: Mapping[str, pool.Result]) -> pd.DataFrame:
+    """A row for each quantile of each reference that is there."""
+    rows = []
+    for label, spec in wanted.items():
+        if spec["script"] != REFERENCE or "quantiles" not in found.get(label, {}):
+            continue
+        about = {name: spec[name] for name in ("problem", "size")}
+        truth, last = found[label], {"uncertainty": found[label]["uncertainty"]}
+        for level, values in zip(LEVELS, truth["quantiles"], strict=True):
+            for name, value in zip(NAMES[spec["problem"]], values, strict=True):
+                where = {"parameter": name, "level": level, "quantile": value}
+                rows.append(about | where | last | {"by": truth["by"]})
+    return pd.DataFrame(rows)
+
+
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each size and side: when its median error is below the bar for good, and its cost.
 
@@ -211,7 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     pool.save(frame.round(DIGITS), found, args)
     lines.round(2).to_csv(args.save_to / "results/growth_summary.csv", index=False)
-    growth_report.claims(lines).to_csv(args.save_to / "results/claims_growth.csv", index=False)
+    truths = references(wanted, found)
+    truths.round(5).to_csv(args.save_to / "results/growth_references.csv", index=False)
+    claims = pd.concat([growth_report.claims(lines), growth_report.step_claims(truths)])
+    claims.to_csv(args.save_to / "results/claims_growth.csv", index=False)
     plots.set_style()
     figure = plots.growth(growth_report.panels(lines), f"error ≤ {yardstick.BAR:g} sd")
     figure.savefig(args.save_to / "figures/growth.png")

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 import yardstick
+from problems import DT, LEVELS
+from problems import NAMES as PARAMETERS
 
 TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
 NAMES = {"ou": ("OU, longer series", "N"), "sir": ("Epidemic, finer grid", "dt")}
 OURS, RIVAL, NEITHER = "ours", "NUTS", "neither"
+COLUMNS = ["claim", "paper", "ours", "verdict", "notebook"]  # of README's table
 
 
 def _first(lines: pd.DataFrame) -> Iterator[tuple[str, float, float, float, str]]:
@@ -81,11 +84,41 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
                 "notebook": "growth",
             }
         )
-    return pd.DataFrame(rows, columns=["claim", "paper", "ours", "verdict", "notebook"])
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _reached(seconds: float) -> str:
     return f"{seconds:,.0f} s" if np.isfinite(seconds) else "not"
+
+
+def step_claims(references: pd.DataFrame) -> pd.DataFrame:
+    """A row of README's table: how far the study's Euler step moves the epidemic's posterior.
+
+    The references of each dt against that of the finest; no row unless there are two.
+    """
+    names = PARAMETERS["sir"]
+    tables = {
+        size: rows.pivot_table(index="level", columns="parameter", values="quantile")[list(names)]
+        for size, rows in references[references.problem == "sir"].groupby("size")
+    }
+    if DT not in tables or len(tables) < 2:
+        return pd.DataFrame(columns=COLUMNS)
+    finest, median = min(tables), LEVELS.index(0.5)
+    right, moved, each = tables.pop(finest).to_numpy(), {}, []
+    for size, table in sorted(tables.items(), reverse=True):
+        found = table.to_numpy()
+        worst, which = yardstick.worst_error(found, right, names)
+        medians = right.copy()
+        medians[median] = found[median]
+        moved[size] = worst, yardstick.worst_error(medians, right, names)[0]
+        each.append(f"dt = {size:g}: medians {moved[size][1]:.2f} sd, {which} {worst:.2f} sd")
+    worst, middle = moved[DT]
+    row = {"claim": f"Epidemic: the Euler step of {DT:g} day is fine enough", "paper": "not given"}
+    error = references.uncertainty.max()
+    row["ours"] = f"moved from dt = {finest:g} by at most, {'; '.join(each)}; error {error:.2f} sd"
+    held = worst <= yardstick.BAR
+    row["verdict"] = "holds" if held else f"not for every quantile: medians within {middle:.2f} sd"
+    return pd.DataFrame([row | {"notebook": "growth"}], columns=COLUMNS)
 
 
 def panels(lines: pd.DataFrame) -> dict[str, dict]:

@@ -286,12 +286,35 @@ def test_a_claim_names_what_neither_reaches_and_leaves_out_what_is_not_run():
     assert growth_report.claims(lines[lines["size"] == 0.05]).empty
 
 
+def test_the_step_is_judged_by_the_finest_reference():
+    """Shifts by hand; kills the scale of another grid, and the worst taken for the medians."""
+    unit, names = (TRUTH[3] - TRUTH[1]) / 1.349, problems.NAMES["sir"]
+    off = {0.01: np.zeros((5, 1)), 0.05: np.full((5, 1), 0.03)}
+    off[0.1] = np.array([[0.4], [0.1], [0.2], [0.1], [0.0]])
+    wanted = {f"sir {size:g}, reference": growth.reference("sir", size) for size in off}
+    found = {
+        f"sir {size:g}, reference": {"quantiles": TRUTH + d * unit, "by": "", "uncertainty": 0.01}
+        for size, d in off.items()
+    }
+    truths = growth.references(wanted, found)
+    assert len(truths) == 3 * 5 * len(names)
+    (claim,) = growth_report.step_claims(truths).to_dict("records")
+    assert "from dt = 0.01 by at most, dt = 0.1: medians 0.20 sd, 5% of" in claim["ours"]
+    assert " 0.40 sd; dt = 0.05: medians 0.03 sd, " in claim["ours"]
+    assert claim["verdict"] == "not for every quantile: medians within 0.20 sd"
+    (claim,) = growth_report.step_claims(truths[truths["size"] != 0.01]).to_dict("records")
+    assert "from dt = 0.05 by at most, dt = 0.1: medians 0.17 sd, 5% of" in claim["ours"]
+    assert growth_report.step_claims(truths[truths["size"] != 0.1]).empty
+
+
 def test_committed_tables_agree():
     """Kills a summary or claims of another run, to within what the tables are rounded by."""
     runs, kept = (pd.read_csv(ROOT / f"results/growth{end}.csv") for end in ("", "_summary"))
     again, whole = growth.summary(runs).reset_index(drop=True), ["last_ess", "memory_mb"]
     claims = pd.read_csv(ROOT / "results/claims_growth.csv")
-    pd.testing.assert_frame_equal(growth_report.claims(kept), claims)
+    truths = pd.read_csv(ROOT / "results/growth_references.csv")
+    made = pd.concat([growth_report.claims(kept), growth_report.step_claims(truths)])
+    pd.testing.assert_frame_equal(made.reset_index(drop=True), claims)
     same = {"check_dtype": False, "rtol": 0}
     pd.testing.assert_frame_equal(again[whole], kept[whole], atol=0.51, **same)
     again, kept = again.drop(columns=whole), kept.drop(columns=whole)
