@@ -66,9 +66,9 @@ def guides(name: str, title: str, rate: float) -> list[Method]:
     ]
 
 
-def ours(name: str, steps: int, num_flows: int, *problems: str) -> Method:
+def ours(name: str, steps: int, num_flows: int, *problems: str, guided: bool = False) -> Method:
     """Our fit, with its default options but for these."""
-    job = {"method": "ours", "steps": steps, "num_flows": num_flows}
+    job = {"method": "ours", "steps": steps, "num_flows": num_flows, "guided": guided}
     jobs = {problem: job | {"draws": DRAWS[problem]} for problem in problems}
     return Method(name, "ours", "contenders", jobs)
 
@@ -78,6 +78,7 @@ PARTICLES = {"method": "particle MH", "chains": 16, "particles": 100, "warmup": 
 METHODS = [
     # The smoother is all of q(x | ϑ), which is right for a linear model, and no other.
     ours("ours, no IAF on the path", 1, 0, "ou"),
+    ours("ours, guided", 1, 0, "sir", guided=True),
     ours("ours, 250 steps", 250, FLOWS, *NAMES),
     ours("ours, 1000 steps", 1000, FLOWS, "sir"),
     nuts("innovation", (40_000, 20_000)),
@@ -225,7 +226,7 @@ def _reached(line: tuple) -> str:
         return "failed"
     if np.isfinite(line.seconds_to_accuracy):
         return f"{line.seconds_to_accuracy:.0f} s"
-    return f"not in {line.last_seconds:.0f} s, {line.lowest_error:.2f} sd at best"
+    return f"not reached in {line.last_seconds:.0f} s (at best {line.lowest_error:.2f} sd)"
 
 
 def _verdict(mine: pd.Series, rival: pd.Series) -> str:

@@ -30,7 +30,7 @@ def growing(job: timed_run.Job) -> timed_run.Run:
 
 
 def _fit(job: timed_run.Job, given: Problem) -> timed_run.Run:
-    family = lib.Family(num_flows=job["num_flows"])
+    family = lib.Family(num_flows=job["num_flows"], guided=job["guided"])
     config = lib.FitConfig(family=family, num_steps=job["steps"])
     setup = timed_run.seconds()
     fit = lib.fit(*given, config, job["seed"], device="cpu", progress=False)

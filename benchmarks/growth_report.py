@@ -88,7 +88,7 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reached(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if np.isfinite(seconds) else "not"
+    return f"{seconds:,.0f} s" if np.isfinite(seconds) else "not reached"
 
 
 def step_claims(references: pd.DataFrame) -> pd.DataFrame:

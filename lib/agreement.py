@@ -16,6 +16,7 @@ from lib.storage import difference, identity
 from lib.weights import bound
 
 SHIFT_LIMIT = 0.25
+NOISE_LIMIT = 10  # times what ELBOs may differ by: beyond it any two would agree
 QUARTILES = (0.25, 0.5, 0.75)
 
 
@@ -47,18 +48,24 @@ def compare(
 ) -> Agreement:
     """Compare the draws of several fits.
 
-    Flagged: ELBOs further apart than 0.5·(1 + p·N/200) and than four standard errors, a quartile of
-    some ϑ that differs by more than 0.25 interquartile ranges, or a weight that is not finite.
+    Flagged: ELBOs further apart than 0.5·(1 + p·N/200) and than four standard errors, or those
+    errors more than ten times as large; a quartile of some ϑ that differs by more than 0.25
+    interquartile ranges; or a weight that is not finite.
     """
     elbo, se = log_weight.new_tensor([bound(row) for row in log_weight]).T
-    noise = se.square().sum().sqrt()
-    limit = max(gap_limit(path_size), 4 * float(noise))
+    allowed, noise = gap_limit(path_size), 4 * float(se.square().sum().sqrt())
+    limit = max(allowed, noise)
     gap, best = float(elbo.max() - elbo.min()), int(elbo.nan_to_num(-math.inf).argmax())
     quartiles = torch.as_tensor(np.quantile(vartheta.numpy(), QUARTILES, axis=1))
     iqr = (quartiles[2] - quartiles[0]).mean(0)
     shift = ((quartiles.amax(1) - quartiles.amin(1)) / iqr).amax(0)
     faults = [f"fit {k}: {words}" for k, row in enumerate(log_weight) for words in lost_faults(row)]
     spread = float(shift.max())
+    if noise > NOISE_LIMIT * allowed:
+        faults.append(
+            f"their ELBOs are too noisy to compare: four standard errors are {noise:.3g} nats, "
+            f"more than {NOISE_LIMIT * allowed:.3g}"
+        )
     if not gap <= limit:
         faults.append(f"their ELBOs differ by {gap:.2f} nats, more than {limit:.2f}")
     if not spread <= SHIFT_LIMIT:

@@ -85,6 +85,11 @@ class FitConfig:
             raise ValueError(f"tempering must be 1 (none) or more, finite; got {self.tempering}.")
 
     @classmethod
+    def guided(cls, **changes: object) -> "FitConfig":
+        """No flows on the path and nothing to train: guided steps, and q(ϑ) fitted to draws."""
+        return cls(**{"family": Family(num_flows=0, guided=True)} | changes)
+
+    @classmethod
     def paper(cls, unit: float = 1.0, **changes: object) -> "FitConfig":
         """The paper's preset; learning rate and α schedule are ours, the paper gives none."""
         ours = {"learning_rate": 5e-3, "tempering": 10.0, "num_steps": 3000, "num_samples": 50}

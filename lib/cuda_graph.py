@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lib.posterior import Noise
-from lib.smoother import Chain
 from lib.step import Step
 
 NUM_WARM_UP = 3  # calls before the recording, in which libraries set themselves up
@@ -31,7 +30,7 @@ def captured(step: Step, state: Sequence[Tensor]) -> Step:
         if not replay:
             inputs.extend(part.clone() for part in given)
             before = [part.detach().clone() for part in state]
-            chain = None if noise.chain is None else Chain(*inputs[2:-1])
+            chain = None if noise.chain is None else type(noise.chain)(*inputs[2:-1])
             own = Noise(*inputs[:2], chain)
             replay.append(record(lambda: step(own, inputs[-1])))
             with torch.no_grad():

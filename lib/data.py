@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from lib.probe_data import (
     existing_file,
     grid_index,
 )
+
+MOVED = 0.01  # of dt: by more a number type must not move a time, which a drift may depend on
 
 
 class Grid(NamedTuple):
@@ -84,13 +87,14 @@ class Observations:
         return int(self.index[-1])
 
     def grid(self, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu") -> Grid:
-        """The readings on the dense grid i = 0..N."""
+        """The readings on the dense grid i = 0..N; warns where the dtype moves the times."""
         present = ~self.y.isnan()
         y = torch.zeros(self.num_steps + 1, self.y.shape[1], dtype=torch.float64)
         observed = torch.zeros_like(y)
         y[self.index] = torch.where(present, self.y, 0.0)
         observed[self.index] = present.to(y.dtype)
         t = self.t0 + self.dt * torch.arange(self.num_steps + 1, dtype=torch.float64)
+        _warn_of_times(t, self.dt, dtype)
         t, y, observed = (part.to(device=device, dtype=dtype) for part in (t, y, observed))
         return Grid(t, y, observed, self.dt)
 
@@ -140,6 +144,18 @@ def data_path(name: str) -> Path:
         found = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
         raise FileNotFoundError(f"no file '{name}' in {folder}; there are: {', '.join(found)}.")
     return folder / name
+
+
+def _warn_of_times(t: Float[Tensor, " time"], dt: float, dtype: torch.dtype) -> None:
+    """Unix seconds are 128 apart in float32: a drift that depends on time is then another."""
+    moved = float((t.to(dtype).double() - t).abs().max())
+    if moved > MOVED * dt:
+        warnings.warn(
+            f"times near {float(t[-1]):g} cannot be told apart in {str(dtype)[6:]}, which moves "
+            f"them by up to {moved:.2g}, with dt = {dt:g}: a drift or diffusion that depends on t "
+            "would see others. Count time from the start of the data, or fit with dtype='float64'.",
+            stacklevel=4,
+        )
 
 
 def _named_cells(path: Path, names: list[str]) -> Iterator[list[str]]:

@@ -21,6 +21,7 @@ class Family:
         taps: Linear paths whose weights depend on ϑ, in each local IAF.
         coupling: Same-time lower-triangular coupling for p > 1.
         base: Gauss-Markov chain above the local IAFs, the smoother of the linearised model.
+        guided: Without local IAFs, the model's own steps steered to the data in place of the chain.
         theta_flows: IAF steps of q(ϑ).
         theta_hidden: Width of the two hidden layers of each.
     """
@@ -36,6 +37,7 @@ class Family:
     taps: bool = True
     coupling: bool = True
     base: bool = True
+    guided: bool = False
     theta_flows: int = 3
     theta_hidden: int = 32
 
@@ -62,7 +64,7 @@ class Family:
 
 _LEAST = {"receptive_field": 1, "hidden": 1, "layers": 1, "theta_hidden": 1}
 _LEAST |= {"num_flows": 0, "theta_flows": 0}
-_SWITCHES = ("standardise_theta", "taps", "coupling", "base")
+_SWITCHES = ("standardise_theta", "taps", "coupling", "base", "guided")
 _CHOICES = {
     "gate": ("unbounded", "sigmoid"),
     "features": ("centred", "past"),
@@ -76,6 +78,11 @@ def check_options(options: object) -> None:
             raise ValueError(f"{name} must be one of {allowed}; got {getattr(options, name)!r}.")
     if options.coupling and options.gate == "sigmoid":
         raise ValueError("coupling needs gate 'unbounded'; got 'sigmoid'. Set coupling=False.")
+    if options.guided and not (options.base and options.num_flows == 0):
+        raise ValueError(
+            f"guided needs base=True and num_flows=0; got base={options.base!r}, "
+            f"num_flows={options.num_flows!r}. Take lib.FitConfig.guided()."
+        )
     for name, least in _LEAST.items():
         value = getattr(options, name)
         if not isinstance(value, Integral) or value < least:

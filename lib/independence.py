@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lib.diagnostics import weight_faults
-from lib.result import FitResult, check_kind, check_seed
+from lib.result import FitResult, check_count, check_kind, check_seed
 from lib.weights import arviz, ess_fraction, k_hat
 
 R_HAT_LIMIT = 1.01
@@ -172,14 +172,9 @@ def count_faulty(log_weight: Float[Tensor, "..."]) -> int:
     return int((log_weight.isnan() | (log_weight == math.inf)).sum())
 
 
-def _check_counts(num_steps: int, chains: int) -> None:
-    rules = (("num_steps", num_steps, FEWEST_STEPS, "splits"), ("chains", chains, 2, "compares"))
-    for name, value, least, verb in rules:
-        if not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"{name} must be a whole number, {least} or more; got {value!r}. R-hat {verb} "
-                "chains."
-            )
+def _check_counts(num_steps: object, chains: object) -> None:
+    check_count(num_steps, FEWEST_STEPS, "num_steps", "R-hat splits chains.")
+    check_count(chains, 2, "chains", "R-hat compares chains.")
 
 
 def _check_starts(log_weight: Float[Tensor, "chains proposals"]) -> None:

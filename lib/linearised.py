@@ -62,7 +62,7 @@ class Linearised:
             x[0] = torch.where(self.fixed, self.model.x0_value, x[0])
             self.u_before, self.u_after = self.loc[:-1], self.loc[1:]
             self.prior = self._prior_of_start()
-        self.map_before = self._map(len(self.u_before))
+        self.map_before, self.first = self._map(len(self.u_before)), self._map(1)
         self._read(grid, x)
 
     def _map(self, num_times: int) -> StateMap:
@@ -92,18 +92,21 @@ class Linearised:
     def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Chain:
         """The chain of u − loc for each ϑ."""
         theta = self.model.to_theta(vartheta.double())
-        sigma = self.model.observation.scale(self.model.named(theta))
-        sigma = sigma.expand(len(theta), self.y.shape[1])
-        if self.inferred:
-            # Noise beyond the spread of the data would leave the path to wander where none can go.
-            sigma = torch.minimum(sigma, self.largest)
-        readings = Readings(self.y, self.H, sigma.square().mT, self.seen)
-        chain = smooth(self.transitions(theta), readings)
+        chain = smooth(self.transitions(theta), self.readings(theta))
         if self.fixed is not None:
             for part in (chain.log_diag, chain.mean, chain.log_sd):
                 part[:, 0].masked_fill_(self.fixed[:, None], 0.0)
             chain.a[:, :, 0].masked_fill_(self.fixed[:, None, None], 0.0)
         return chain
+
+    def readings(self, theta: Float[Tensor, "mc theta"]) -> Readings:
+        """Of u − loc."""
+        sigma = self.model.observation.scale(self.model.named(theta))
+        sigma = sigma.expand(len(theta), self.y.shape[1])
+        if self.inferred:
+            # Noise beyond the spread of the data would leave the path to wander where none can go.
+            sigma = torch.minimum(sigma, self.largest)
+        return Readings(self.y, self.H, sigma.square().mT, self.seen)
 
     def transitions(self, theta: Float[Tensor, "mc theta"]) -> Transitions:
         """Of u − loc."""

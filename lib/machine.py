@@ -32,17 +32,25 @@ def check_mode(mode: str, device: str) -> None:
 @contextlib.contextmanager
 def settled(threads: int) -> Iterator[None]:
     """Train with so many threads and without denormals, then put the process back."""
-    before = torch.get_num_threads()
+    before, flushed = torch.get_num_threads(), flushes_denormals()
+    frozen = gc.get_freeze_count() > 0
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     keep_freed_memory()
-    gc.freeze()  # what is there already need not be looked at again and again
+    if not frozen:  # else the caller did, and to thaw what is ours would thaw theirs
+        gc.freeze()  # what is there already need not be looked at again and again
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         torch.set_num_threads(before)
-        torch.set_flush_denormal(False)
+        torch.set_flush_denormal(flushed)
+
+
+def flushes_denormals() -> bool:
+    """Whether the process takes denormals for 0; torch sets this, but does not tell it."""
+    return float(torch.tensor(1e-310, dtype=torch.float64) * 1) == 0
 
 
 def keep_freed_memory() -> None:

@@ -22,11 +22,12 @@ def moved(
 
     Looks into lists, tuples, dicts, modules, torch distributions and transforms, SDEs (their class
     attributes too); anything else is shared. Distributions no longer validate their arguments.
+    No gradient flows back: nothing of a model is trained, and a copy with one cannot be copied.
     """
     memo = {} if memo is None else memo
     if isinstance(value, Tensor):
         dtype = dtype if value.is_floating_point() else value.dtype
-        return value.to(device=device, dtype=dtype, copy=True)
+        return value.detach().to(device=device, dtype=dtype, copy=True)
     if type(value) in (list, tuple):
         return type(value)(moved(item, dtype, device, memo) for item in value)
     if type(value) is dict:

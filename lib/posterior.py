@@ -11,6 +11,7 @@ from lib.data import Grid
 from lib.family import Family
 from lib.features import centred_features, past_features
 from lib.gauss_markov import run_chain
+from lib.guided import Guide, Guided
 from lib.linearised import Linearised, range_map
 from lib.local_iaf import LocalIAF, LocalIAFTrace
 from lib.maf import LOG_2PI, MAF, IAFTrace
@@ -31,7 +32,7 @@ class Noise(NamedTuple):
 
     theta: Float[Tensor, "mc theta"]
     path: Float[Tensor, "mc time state"]
-    chain: Chain | None = None
+    chain: Chain | Guide | None = None
 
 
 class Sample(NamedTuple):
@@ -87,6 +88,7 @@ class VariationalPosterior(nn.Module):
     The chain has no weights: it is the Kalman smoother of the model linearised about a path, at the
     ϑ of each draw. The IAFs learn what is left, in units of its mean and sd at each time. With it
     no gradient goes through ϑ, and q(ϑ) is to be fitted by importance weights (`lib.refit`).
+    A guided family has no IAFs, and the steps of ``lib.guided`` in place of the chain.
 
     Args:
         model: What is linearised; sizes, which states are positive and what is known of x_0.
@@ -102,7 +104,7 @@ class VariationalPosterior(nn.Module):
         super().__init__()
         self.family, self.first = family, 0 if model.x0_random else 1
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone
             self._build(model, grid, start)
         self.to(grid.y.dtype)
 
@@ -129,16 +131,21 @@ class VariationalPosterior(nn.Module):
         for name, value in {"free": free, "x0": model.x0_value, "loc0": loc}.items():
             self.register_buffer(name, value.clone())
         self._given = model, grid
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is made of the weights and the path when it is first needed."""
         self._linearised: Linearised | None = None
+        self._guided: Guided | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Of nn.Module: another dtype or device."""
-        self._linearised = None
+        self._forget()
         return super()._apply(fn, recurse)
 
     def load_state_dict(self, *args: object, **options: object) -> object:
         """Of nn.Module."""
-        self._linearised = None
+        self._forget()
         return super().load_state_dict(*args, **options)
 
     def linearised(self) -> Linearised:
@@ -147,15 +154,23 @@ class VariationalPosterior(nn.Module):
             self._linearised = Linearised(*self._given, self.loc0)
         return self._linearised
 
+    def guided(self) -> Guided:
+        """The model's own steps, steered by the model linearised about this posterior's path."""
+        if self._guided is None:
+            self._guided = Guided(self.linearised(), self.free)
+        return self._guided
+
     @property
     def chain_batch(self) -> int:
         """For how many ϑ a chain is made at a time: as many as the memory of it allows."""
         return max(1, CHAIN_VALUES // (self.loc0.numel() * self.loc0.shape[1]))
 
-    def chain(self, vartheta: Float[Tensor, "mc theta"]) -> Chain | None:
-        """The chain of q(x | ϑ) at these ϑ; None for a family without."""
+    def chain(self, vartheta: Float[Tensor, "mc theta"]) -> Chain | Guide | None:
+        """The chain of q(x | ϑ) at these ϑ, or its guide; None for a family without."""
         if not self.family.base:
             return None
+        if self.family.guided:
+            return self.guided()(vartheta)
         return Chain(*(part.to(self.loc0.dtype) for part in self.linearised()(vartheta)))
 
     def draw_noise(self, n: int, generator: torch.Generator) -> Noise:
@@ -206,10 +221,13 @@ class VariationalPosterior(nn.Module):
         self,
         noise: Float[Tensor, "mc time state"],
         vartheta: Float[Tensor, "mc theta"],
-        chain: Chain | None = None,
+        chain: Chain | Guide | None = None,
     ) -> tuple[Float[Tensor, "mc time1 state"], Float[Tensor, " mc"]]:
         """Draws of q(x | ϑ) at any ϑ, and their log density; x holds x_0 first."""
         chain = self.chain(vartheta) if chain is None else chain
+        if isinstance(chain, Guide):
+            x, log_q_x = self.guided().draw(chain, noise)
+            return self.with_x0(x.to(noise)), log_q_x.to(noise)
         return self._path(noise, self.seen(vartheta), chain)[:2]
 
     def _path(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 
 import torch
 from jaxtyping import Float
@@ -201,6 +202,13 @@ def check_theta(theta: object, names: tuple[str, ...], bounds: Bounds) -> None:
     if theta.ndim != 2 or theta.shape[1] != len(names):
         raise ValueError(f"{rule}; got {tuple(theta.shape)}.")
     check_bounds("theta", theta, names, bounds)
+
+
+def check_steps(num_steps: object) -> None:
+    """How long to simulate."""
+    whole = isinstance(num_steps, Integral) and not isinstance(num_steps, bool)
+    if not whole or num_steps < 1:
+        raise ValueError(f"num_steps must be a whole number, 1 or more; got {num_steps!r}.")
 
 
 def check_bounds(role: str, theta: Tensor, names: tuple[str, ...], bounds: Bounds) -> None:

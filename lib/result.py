@@ -27,7 +27,7 @@ from lib.widened import second_look
 
 # Of q(ϑ) alone, without paths: they cost next to nothing.
 THETA_DRAWS = 10_000
-_OPTIONS = asdict(Family()).keys()
+_OPTIONS = asdict(Family())
 
 
 class History(NamedTuple):
@@ -91,12 +91,12 @@ class FitResult:
         return Draws(self.model.to_theta(vartheta), vartheta, x, log_q, joint, joint - log_q)
 
     def diagnostics(self, n: int = 10_000, seed: int = 0) -> Diagnostics:
-        """Trust report from n fresh draws, and from n/3 wider ones that may leave q(ϑ)."""
+        """Trust report from n fresh draws, and from n/3 wider ones (at least 2) beyond q(ϑ)."""
         check_count(n, 2)
         draws = self.draws(n, seed)
         size = draws.x.shape[-1] * (draws.x.shape[-2] - 1)
         try:
-            second = self._second_look(draws, -(-n // 3), seed)
+            second = self._second_look(draws, max(2, -(-n // 3)), seed)
         except torch.linalg.LinAlgError:  # q(ϑ) is ruined: its draws have no covariance
             second = None
         return diagnose(draws.log_weight, size, self.converged, self.reason, second)
@@ -195,7 +195,7 @@ class FitResult:
         """Write weights, family and history; ``load_fit`` needs the same model and data."""
         content = {
             "weights": self.q.state_dict(),
-            "family": asdict(self.family),
+            "family": {k: type(_OPTIONS[k])(v) for k, v in asdict(self.family).items()},
             "history": {k: v.tolist() for k, v in self.history._asdict().items()},
             "verdict": (self.converged, self.reason, int(self.seed), self.device),
             "identity": identity(self.model, self.observations),
@@ -214,7 +214,7 @@ def load_fit(path: str | Path, model: StateSpaceModel, observations: Observation
     check_kind("observations", observations, Observations, "Read a file with lib.read_csv.")
     check_columns(model, observations)
     saved, here = read(path), identity(model, observations)
-    if saved["identity"].keys() != here.keys() or saved["family"].keys() != _OPTIONS:
+    if saved["identity"].keys() != here.keys() or saved["family"].keys() != _OPTIONS.keys():
         raise ValueError(f"{path} must be of this version of lib; got another's. Fit again.")
     if differs := difference(here, saved["identity"]):
         raise ValueError(
@@ -234,10 +234,11 @@ def check_kind(name: str, value: object, kind: type, hint: str = "") -> None:
         raise TypeError(f"{name} must have type {kind.__name__}; got {got}. {hint}".rstrip())
 
 
-def check_count(n: object, least: int = 1, name: str = "n") -> None:
+def check_count(n: object, least: int = 1, name: str = "n", hint: str = "") -> None:
     """A whole number, not too small."""
-    if not isinstance(n, Integral) or n < least:
-        raise ValueError(f"{name} must be a whole number, {least} or more; got {n!r}.")
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
+        rule = f"{name} must be a whole number, {least} or more; got {n!r}. {hint}"
+        raise ValueError(rule.rstrip())
 
 
 def check_seed(seed: object) -> int:

@@ -5,6 +5,7 @@ import numpy as np
 WARM_UP_SHARE = 0.05
 TEMPERING_SHARE = 0.5
 REFIT_EVERY = 0.2
+NOISE_LIMIT = 100  # times the tolerance; short fits of some nats a step stay far below it
 
 
 def schedule(share: float) -> float:
@@ -39,7 +40,8 @@ def judge(
 
     Its fitted straight line moves by at most ``tolerance`` nats, or by less than two of its
     standard errors. Standard errors alone would never pass a good fit: as the learning rate falls
-    to 0 the noise falls with it, and a rise of a few hundredths of a nat is still significant.
+    to 0 the noise falls with it, and a rise of a few hundredths of a nat is still significant. A
+    standard error of more than a hundred times ``tolerance`` would pass anything, so it does not.
     """
     last = trace[-max(10, len(trace) // 5) :]
     skipped = int((~np.isfinite(last)).sum())
@@ -55,6 +57,11 @@ def judge(
         return False, (
             f"not converged: the ELBO still moves by {slope * len(last):+.3f} nats "
             f"over the last fifth, more than {tolerance:.2f}"
+        )
+    if error * len(last) > NOISE_LIMIT * tolerance:
+        return False, (
+            f"not converged: the ELBO is too noisy to tell, it moves by {slope * len(last):+.3g} "
+            f"nats over the last fifth, give or take {error * len(last):.3g}"
         )
     known = np.empty(0) if before is None else before[np.isfinite(before)]
     lost = known[-len(last) :].mean() - last.mean() if known.size else 0.0

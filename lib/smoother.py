@@ -1,6 +1,6 @@
 """Kalman filter and backward kernels of a linear-Gaussian model, one for each ϑ of a batch."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,9 +25,12 @@ class Chain(NamedTuple):
     log_sd: Float[Tensor, "state time mc"]
 
 
-def part_of(chain: Chain, rows: slice | Int[Tensor, " rows"]) -> Chain:
-    """The chains of some draws."""
-    return Chain(*(whole[..., rows].contiguous() for whole in chain))
+Law = TypeVar("Law", bound=tuple)
+
+
+def part_of(law: Law, rows: slice | Int[Tensor, " rows"]) -> Law:
+    """The chains of some draws, or any law of the path whose tensors have the draws last."""
+    return type(law)(*(whole[..., rows].contiguous() for whole in law))
 
 
 class Transitions(NamedTuple):
@@ -62,12 +65,12 @@ def smooth(model: Transitions, data: Readings) -> Chain:
     m, P = c[0], Q[0]
     for i, seen in enumerate(data.seen):
         if i:
-            FP = _product(F[i], P)
-            S = _product(FP, F[i].transpose(0, 1)) + Q[i]
-            gains.append(_product(FP.transpose(0, 1), _inverse(S)))
-            rests.append(P - _product(gains[-1], FP))
-            ahead = _apply(F[i], m) + c[i]
-            shifts.append(m - _apply(gains[-1], ahead))
+            FP = product(F[i], P)
+            S = product(FP, F[i].transpose(0, 1)) + Q[i]
+            gains.append(product(FP.transpose(0, 1), inverse(S)))
+            rests.append(P - product(gains[-1], FP))
+            ahead = apply(F[i], m) + c[i]
+            shifts.append(m - apply(gains[-1], ahead))
             m, P = ahead, S
         for k in seen:
             h = data.H[i, k][:, None]
@@ -80,8 +83,8 @@ def smooth(model: Transitions, data: Readings) -> Chain:
             P = kept + gain[:, None] * gain * data.r[k]
     means, variances = [m], [P]
     for A, b, V in zip(gains[::-1], shifts[::-1], rests[::-1], strict=True):
-        means.append(b + _apply(A, means[-1]))
-        variances.append(_product(_product(A, variances[-1]), A.transpose(0, 1)) + V)
+        means.append(b + apply(A, means[-1]))
+        variances.append(product(product(A, variances[-1]), A.transpose(0, 1)) + V)
     a, V = torch.stack([*gains, torch.zeros_like(P)], 2), torch.stack([*rests, P], 2)
     mean, variance = torch.stack(means[::-1], 1), torch.stack(variances[::-1], 2)
     sd = variance.diagonal().permute(2, 0, 1).clamp(min=torch.finfo(V.dtype).tiny).sqrt()
@@ -90,17 +93,17 @@ def smooth(model: Transitions, data: Readings) -> Chain:
     return Chain(a * later[None] / sd[:, None], entries, log_diag, mean, sd.log())
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
+def product(one: Tensor, other: Tensor) -> Tensor:
     """Product of small matrices (rows, columns, mc)."""
     return (one[:, :, None] * other[None]).sum(1)
 
 
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
+def apply(matrix: Tensor, vector: Tensor) -> Tensor:
     """Matrix times vector (columns, mc)."""
     return (matrix * vector[None]).sum(1)
 
 
-def _inverse(s: Float[Tensor, "state state mc"]) -> Float[Tensor, "state state mc"]:
+def inverse(s: Float[Tensor, "state state mc"]) -> Float[Tensor, "state state mc"]:
     """Inverse of a small matrix, written out for one and two states."""
     if len(s) == 1:
         return s.reciprocal()
@@ -110,9 +113,19 @@ def _inverse(s: Float[Tensor, "state state mc"]) -> Float[Tensor, "state state m
     return torch.linalg.inv_ex(s.permute(2, 0, 1))[0].permute(1, 2, 0)
 
 
+def factor(V: Float[Tensor, "state state mc"]) -> Float[Tensor, "state state mc"]:
+    """Lower Cholesky factor of small matrices as one tensor."""
+    below, logs = _cholesky(V)
+    diagonal, zero, rows, entry = logs.exp(), torch.zeros_like(V[0, 0]), [], 0
+    for r in range(len(V)):
+        rows += [*below[entry : entry + r], diagonal[r], *[zero] * (len(V) - r - 1)]
+        entry += r
+    return torch.stack(rows).unflatten(0, V.shape[:2])
+
+
 def _cholesky(
-    V: Float[Tensor, "state state time mc"],
-) -> tuple[Float[Tensor, "entries time mc"], Float[Tensor, "state time mc"]]:
+    V: Float[Tensor, "state state *time mc"],
+) -> tuple[Float[Tensor, "entries *time mc"], Float[Tensor, "state *time mc"]]:
     """Factor L of small matrices: entries below the diagonal row by row, logs of the diagonal."""
     tril: list[list[Tensor]] = []
     entries, logs = [], []

@@ -1,7 +1,9 @@
 """Files of fits: the weights of q, and what tells one posterior p(ϑ, x | y) from another."""
 
+import io
 import math
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,9 +41,18 @@ def write(path: str | Path, content: dict[str, object]) -> None:
         raise FileNotFoundError(
             f"path must be in a folder that is there; got {path}. Make {path.parent} first."
         )
+    whole = io.BytesIO()
+    torch.save(content, whole)
+    try:
+        _replace(path, whole.getvalue())
+    except OSError as err:  # its name is that of the file beside
+        raise OSError(err.errno, err.strerror, str(path)) from err
+
+
+def _replace(path: Path, whole: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(content, beside)
+        beside.write_bytes(whole)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -52,9 +63,16 @@ def read(path: str | Path) -> dict:
     rule = f"{path} must be a file written by FitResult.save; got"
     with existing_file(path).open("rb") as file:  # one that may not be read says so
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            damaged = zipfile.ZipFile(file).testzip()  # torch's reader passes over the checksums
+            file.seek(0)
+            saved = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
         except Exception as err:  # what the bytes of another file make the reader raise is open
             raise ValueError(f"{rule} another, or a part of one.") from err
+    if damaged:
+        raise ValueError(
+            f"{rule} a damaged one: the checksum of {damaged} in it is wrong. Copy it again, or "
+            "fit again."
+        )
     if not isinstance(saved, dict) or set(saved) != KEYS:
         raise ValueError(f"{rule} another.")
     return saved

@@ -7,6 +7,7 @@ from torch import Tensor
 from lib.config import FitConfig
 from lib.data import Grid
 from lib.elbo import log_ratio
+from lib.guided import Guide
 from lib.linear_start import COMMON
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
@@ -55,7 +56,7 @@ class ThetaSupply:
         self.which = torch.cat([inner // paths, self.inner + wide // paths])
         self.sign = 1 - 2 * torch.cat([inner % paths, wide % paths])[:, None, None]
         self.tails: Float[Tensor, "tails theta"] | None = None
-        self.stock: list[tuple[Tensor, Chain | None]] = []
+        self.stock: list[tuple[Tensor, Chain | Guide | None]] = []
 
     def start(self) -> None:
         """Fit q(ϑ) before any training, by weights too rough to be used without common noise."""
@@ -106,7 +107,7 @@ class ThetaSupply:
             own = rows[self.which]
             self.stock.append((theta[own], part_of(chain, own)))
 
-    def _sound(self, chain: Chain) -> Int[Tensor, " mc"]:
+    def _sound(self, chain: Chain | Guide) -> Int[Tensor, " mc"]:
         """Each draw of ϑ, or another in place of one at which the model explodes on this grid.
 
         Nothing is to be learned there: neither the smoother nor any path is finite.

@@ -46,8 +46,13 @@ def path_table(names: Sequence[str], t: Float[Tensor, " time"], draws: Draws) ->
 
 
 def draws_table(names: Sequence[str], draws: Draws) -> pd.DataFrame:
-    """θ by name, then log q, log p(ϑ, x, y) and their difference, a row a draw."""
+    """θ by name, then log q, log p(ϑ, x, y) and their difference, a row a draw.
+
+    Raises:
+        ValueError: If a parameter has the name of one of these three.
+    """
     ends = ("log_q", "log_joint", "log_weight")
+    _check_free(names, ends, "a table of draws", "densities")
     values = torch.cat([draws.theta, torch.stack([getattr(draws, s) for s in ends], 1)], 1)
     return pd.DataFrame(values.numpy(), columns=[*names, *ends])
 
@@ -75,8 +80,9 @@ def inference_data(
     Raises:
         ValueError: If a name is that of a dimension of its group.
     """
-    _check_free((*theta_names, *state_names), ("chain", "draw", "time"))
-    _check_free(observations.names, ("observation_time",))
+    keeper = "InferenceData", "dimensions"
+    _check_free((*theta_names, *state_names), ("chain", "draw", "time"), *keeper)
+    _check_free(observations.names, ("observation_time",), *keeper)
     theta, x = draws.theta.numpy()[None], draws.x.numpy()[None]
     posterior = {name: theta[..., j] for j, name in enumerate(theta_names)}
     posterior |= {name: x[..., j] for j, name in enumerate(state_names)}
@@ -98,10 +104,10 @@ def inference_data(
     )
 
 
-def _check_free(names: Sequence[str], taken: tuple[str, ...]) -> None:
+def _check_free(names: Sequence[str], taken: tuple[str, ...], keeper: str, role: str) -> None:
     if both := [name for name in names if name in taken]:
         raise ValueError(
-            f"InferenceData keeps the names {taken} for its dimensions; got {both} among "
+            f"{keeper} keeps the names {taken} for its {role}; got {both} among "
             f"{tuple(names)}. Take draws(), or another name in the model or the data."
         )
 

@@ -31,6 +31,7 @@ MAX_SKIPPED = 50
 LONG_GRID = 100_000  # steps of dt
 GRID_STEP_BYTES = 75_000  # of memory, measured at the default options, one state
 SEED_STRIDE = 1_000_003
+NOTHING_TO_TRAIN = True, "converged: q(x | ϑ) has no weights to train"
 
 
 def fit(
@@ -80,7 +81,8 @@ def fit(
     # A fifth of the gap that the trust report allows.
     tolerance = 0.2 * gap_limit(model.num_states * observations.num_steps)
     before = None if resume is None else resume.history.elbo
-    verdict = (False, stopped) if stopped else judge(history.elbo, tolerance, before)
+    verdict = judge(history.elbo, tolerance, before) if run.trains else NOTHING_TO_TRAIN
+    verdict = (False, stopped) if stopped else verdict
     history = history if resume is None else resume.history.then(history)
     q.cpu().requires_grad_(False).zero_grad()
     return FitResult(model, observations, q, config.family, history, *verdict, seed, device)
@@ -159,10 +161,13 @@ class _Run:
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.q, self.config.optimizer)
         self.path_gradient: bool | None = None
+        self.trains = bool(self.optimizer.weights)
+        # A family of which nothing is left to train takes one step, to look at its ELBO.
+        self.num_steps = self.config.num_steps if self.trains else 1
 
     def train(self, seed: int, clock: float) -> tuple[History, str]:
         """Take ``num_steps`` steps; returns the history and, if it had to stop, why."""
-        num_steps, device = self.config.num_steps, self.grid.y.device
+        num_steps, device = self.num_steps, self.grid.y.device
         # A run that goes on with the seed it began with must not see the same noise again.
         generator = torch.Generator(device).manual_seed(seed + SEED_STRIDE * self.first)
         trace = torch.full((num_steps,), torch.nan, dtype=torch.float64, device=device)
@@ -171,7 +176,9 @@ class _Run:
         supply = ThetaSupply(self.model, self.q, self.grid, self.config, generator)
         if self.q.family.base and not self.first:
             supply.start()
-        self.bar.reset()  # so that the time left is that of the steps
+        for _ in range(0 if self.trains else self.config.refits - 1):
+            self.refit(supply, last=False)
+        self.bar.reset(num_steps)  # so that the time left is that of the steps
         self.bar.set_description("fit")
         for i in range(num_steps):
             if i in refits:
@@ -198,7 +205,7 @@ class _Run:
         config = self.config
         self.optimizer.set_rate(config.learning_rate * schedule(share))
         # Far from the posterior the score is large and its path is long: warm up without.
-        path_gradient = config.gradient == "path" and share >= WARM_UP_SHARE
+        path_gradient = self.trains and config.gradient == "path" and share >= WARM_UP_SHARE
         if self.path_gradient != path_gradient:
             self.path_gradient = path_gradient
             self.step = self.new_step()

@@ -50,6 +50,16 @@ def test_noise_of_the_elbos_is_allowed_for():
     assert compare(NAMES, weights(0.0, 1.5, sd=2.0), draws((0, 0), (0, 0)), 200).flagged
 
 
+def test_elbos_too_noisy_to_compare_do_not_agree():
+    """Kills a limit that grows with the noise for ever: two ELBOs 1e14 nats apart, within it."""
+    lost = weights(0.0, 0.0)
+    lost[1, 0] = -1e18
+    result = compare(NAMES, lost, draws((0, 0), (0, 0)), 200)
+    assert result.elbo_gap > 1e14 and result.flagged
+    words = "too noisy to compare: four standard errors are 1e+15 nats, more than 10. Fit 0"
+    assert words in result.verdict
+
+
 def test_another_mode_is_flagged_and_named():
     """Kills a pooled range that grows with the distance, and the mean of the shifts."""
     result = compare(NAMES, weights(0.0, 0.0), draws((0, 0), (0, 20.0)), 200)

@@ -89,6 +89,20 @@ def test_negative_t0_and_integer_times():
     assert observations.index.tolist() == [1, 3, 6]
 
 
+def test_times_that_single_precision_moves_are_warned_of():
+    """Unix seconds, 64 or more apart in float32; days are held. Kills a warning for every fit."""
+    start = 1.7e9
+    seconds = Observations([start + 60.0, start + 600.0], [1.0, 2.0], dt=60.0, t0=start)
+    sentence = (
+        r"times near 1.7e\+09 cannot be told apart in float32, .* by up to \d\d, with dt = 60"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        seconds.grid(torch.float32)
+    assert seconds.grid().t.diff().unique().tolist() == [60.0]
+    Observations([20_000.0], [1.0], dt=0.25).grid(torch.float32)
+    Observations([10_000.0], [1.0], dt=0.1).grid(torch.float32)
+
+
 REFUSED_TIMES = {
     "off the grid": ([0.1, 0.25], r"grid t0 \+ i\*dt \(t0 = 0, dt = 0.1\); got 0.25 in row 2. The "
                      r"nearest grid times are 0.2 and 0.3"),

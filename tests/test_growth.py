@@ -10,7 +10,6 @@ import pytest
 import torch
 from run import ROOT
 
-import lib
 from lib.result import FitResult
 from lib.start import Start
 
@@ -104,7 +103,8 @@ def test_ours_draws_in_chunks_that_differ(monkeypatch):
 
     monkeypatch.setattr(FitResult, "draws", spy)
     monkeypatch.setattr(contenders, "CHUNK", 20)
-    job = {"problem": "ou", "size": 6, "seed": 0, "steps": 2, "draws": 80, "num_flows": 1}
+    job = {"problem": "ou", "size": 6, "seed": 0, "steps": 2, "draws": 80}
+    job |= {"num_flows": 1, "guided": False}
     run, _ = contenders.growing(job), contenders.growing(job | {"seed": 1})
     assert layers == {1}
     assert run.theta.shape == (1, 80, 3) and run.log_weight.shape == (80,)
@@ -169,8 +169,8 @@ def test_specs_are_of_the_rows_and_differ():
     few = growth.specs(["sir 0.02, NUTS"])
     assert [spec["script"] for spec in few.values()] == ["peers"] * 3 + ["growth_reference"]
     assert {spec["size"] for spec in few.values()} == {0.02}
-    flows = {(s["problem"], s["num_flows"]) for s in runs if s["side"] == "ours"}
-    assert flows == {("ou", 0), ("sir", lib.Family().num_flows)}
+    flows = {(s["problem"], s["num_flows"], s["guided"]) for s in runs if s["side"] == "ours"}
+    assert flows == {("ou", 0, False), ("sir", 0, True)}
     trial = growth.specs(["ou 200, ours", "ou 200, NUTS"], trial=7)
     assert [s.get("steps", s["draws"]) for s in list(trial.values())[:-1]] == [7, 7]
 
@@ -240,7 +240,7 @@ def test_tables_and_figure_from_the_journal(journal, tmp_path, capsys):
         "N = 200: ours 20 s, NUTS 40 s; N = 1,000: ours 100 s, NUTS 100 s; "
     )
     assert (
-        "N = 5,000: ours not, NUTS 1,000 s; power of the number of grid steps: ours 1.00, "
+        "N = 5,000: ours not reached, NUTS 1,000 s; power of the number of grid steps: ours 1.00, "
         in claim["ours"]
     )
     assert claim["ours"].endswith("; 3 seed(s), the better NUTS")
@@ -281,7 +281,9 @@ def test_a_claim_names_what_neither_reaches_and_leaves_out_what_is_not_run():
         problem="sir", seeds=1, grid_steps=14 / lines["size"], run_to_accuracy=1.0, memory_mb=1.0
     )
     (claim,) = growth_report.claims(lines).to_dict("records")
-    assert claim["ours"] == "dt = 0.1: ours not, NUTS not; 1 seed(s), the better NUTS"
+    assert (
+        claim["ours"] == "dt = 0.1: ours not reached, NUTS not reached; 1 seed(s), the better NUTS"
+    )
     assert claim["verdict"] == "neither at dt = 0.1"
     assert growth_report.claims(lines[lines["size"] == 0.05]).empty
 

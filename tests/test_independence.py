@@ -4,13 +4,14 @@ import copy
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
 from torch.testing import assert_close
 
 import lib
-from lib.independence import convergence, held_proposals, judge
+from lib.independence import _check_counts, convergence, held_proposals, judge
 from lib.result import Draws, FitResult
 from lib.weights import arviz
 
@@ -360,6 +361,11 @@ def test_same_seed_same_chains_and_the_global_generator_is_untouched(fit):
 def test_counts_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         lib.independence_mh(Numbered(torch.zeros(4, 6)), **arguments)
+
+
+def test_counts_of_numpy_are_taken():
+    """Kills 'got np.int64(10)' for a whole number."""
+    _check_counts(np.int64(10), np.int64(2))
 
 
 def test_a_chain_needs_a_weight_to_start_at():

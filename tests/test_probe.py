@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import (
@@ -17,7 +18,7 @@ from torch.distributions import (
 )
 
 from lib.bounds import Bounds
-from lib.probe import check_declaration, check_theta
+from lib.probe import check_declaration, check_steps, check_theta
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 
@@ -431,6 +432,19 @@ def test_simulate_looks_at_theta():
     """Kills: a path of NaN in silence."""
     with pytest.raises(ValueError, match="natural scale"):
         ou_model().simulate(-torch.ones(1, 3), 5, 0.1, seed=0)
+
+
+def test_simulate_looks_at_the_number_of_steps():
+    """Kills: torch's words for a negative size, and a path of x_0 alone."""
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"num_steps must be a whole number, 1 .*; got {bad}"):
+            ou_model().simulate(torch.ones(1, 3), bad, 0.1, seed=0)
+    for bad in (2.5, True, "5"):
+        with pytest.raises(
+            ValueError, match=f"num_steps must be a whole number, 1 .*; got '?{bad}"
+        ):
+            check_steps(bad)
+    check_steps(np.int64(3))
 
 
 def test_a_model_says_in_a_line_what_it_is():

@@ -405,6 +405,16 @@ def test_counts_are_checked(fits):
             call(1)
     with pytest.raises(ValueError, match="a whole number, 2 or more; got 1"):
         fit.to_csv("nowhere", 1)
+    with pytest.raises(ValueError, match="n must be a whole number, 1 or more; got True"):
+        fit.draws(True)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_fewest_draws_make_a_report(fits, n, tmp_path):
+    """Kills: an error of torch where the second wave of wider draws is empty."""
+    report = fits["ou"].diagnostics(n)
+    assert math.isfinite(report.wide_log_evidence) and report.flagged
+    assert len(fits["ou"].to_csv(tmp_path, n)) == 4
 
 
 def test_a_ruined_q_gets_a_verdict(good):

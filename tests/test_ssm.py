@@ -408,6 +408,14 @@ def test_tensors_of_the_sde_move_along():
     assert model.sde.level.dtype == Table.level.dtype == torch.float64
 
 
+def test_no_gradient_flows_back_into_a_prior():
+    """Kills a model that fits but cannot be copied, and a graph through the prior in each step."""
+    loc = torch.zeros(3, requires_grad=True)
+    model = ou_model(Normal(loc, 1.0), Normal(loc[:1], 1.0))
+    assert not copy.deepcopy(model).log_prior(torch.zeros(2, 3)).requires_grad
+    assert not model.sample_x0(2, seed=0).requires_grad and loc.requires_grad
+
+
 def test_a_prior_is_copied_not_changed():
     prior = Normal(torch.zeros(3), torch.ones(3), validate_args=True)
     model = ou_model(prior)

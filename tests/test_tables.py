@@ -195,12 +195,18 @@ def test_files_have_ten_digits_and_the_folder_is_made(tmp_path):
 
 
 def test_draws_are_a_row_each_with_every_column():
-    """Also where a parameter has the name of a density."""
     made = draws(4)
-    table = tables.draws_table(("rate", "log_q"), made)
-    assert table.columns.tolist() == ["rate", "log_q", "log_q", "log_joint", "log_weight"]
+    table = tables.draws_table(THETA, made)
+    assert table.columns.tolist() == [*THETA, "log_q", "log_joint", "log_weight"]
     want = torch.cat([made.theta, torch.stack(made[3:], 1)], 1)
     np.testing.assert_array_equal(table.to_numpy(), want)
+
+
+@pytest.mark.parametrize("name", ["log_q", "log_joint", "log_weight"])
+def test_a_parameter_with_the_name_of_a_density_is_refused(name):
+    """Kills a table with two columns of one name."""
+    with pytest.raises(ValueError, match=rf"draws keeps the names .*densities; got \['{name}'\]"):
+        tables.draws_table(("rate", name), draws(4))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.distributions import Normal
 
 import lib
 from lib import config, supply, train
+from lib.machine import settled
 from lib.maf import stretched
 from lib.posterior import Noise, VariationalPosterior
 from lib.schedule import refit_steps
@@ -112,22 +113,34 @@ def test_judge():
     """Kills a verdict that ignores the slope, its error, or a skipped step."""
     rng = np.random.default_rng(1)
     flat = rng.normal(size=1000)
-    assert train.judge(flat, 0.0)[0]
+    assert train.judge(flat, 0.01)[0]
     rising = flat + 0.02 * np.arange(1000)
     assert not train.judge(rising, 0.2)[0] and "still moves by +" in train.judge(rising, 0.2)[1]
     late, early = flat.copy(), flat.copy()
     late[-3], early[3] = np.nan, np.nan
     verdict = (False, "not converged: 1 steps of the last fifth were skipped")
     assert train.judge(late, 9.9) == verdict
-    assert train.judge(early, 0.0)[0]
+    assert train.judge(early, 0.01)[0]
     assert train.judge(rising[::-1], 0.2)[1].startswith("not converged: the ELBO still moves by -")
     settled = flat.copy()
     settled[:800] += np.linspace(-50, 0, 800)
-    assert train.judge(settled, 0.0)[0], "only the last fifth counts"
+    assert train.judge(settled, 0.01)[0], "only the last fifth counts"
     assert train.judge(np.zeros(5), 9.9)[1] == "not converged: 5 steps are too few to judge"
     quiet = np.linspace(0.0, 1.0, 1000) + 1e-3 * flat
     assert not train.judge(quiet, 0.19)[0], "significant and large"
     assert train.judge(quiet, 0.21)[0], "significant, but small"
+
+
+def test_judge_does_not_pass_what_noise_hides():
+    """Kills 1e10 nats within two standard errors. Some nats a step in a short run do pass."""
+    noise = np.random.default_rng(1).normal(size=100)
+    assert train.judge(5 * noise, 0.2)[1].endswith("within two standard errors")
+    trace = 1e10 * noise
+    found, reason = train.judge(trace, 0.2)
+    assert not found and reason.startswith("not converged: the ELBO is too noisy to tell, it moves")
+    one = noise.copy()
+    one[-4] = -1e14
+    assert "too noisy to tell" in train.judge(one, 0.2)[1]
 
 
 class Broken(lib.OrnsteinUhlenbeck):
@@ -264,6 +277,19 @@ def test_the_process_is_put_back(monkeypatch, interrupted):
         torch.set_num_threads(before)
     assert inside[0] == (2, 0.0, True), "two threads, denormals flushed, old objects left alone"
     assert float(denormal * 1) > 0 and gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_set_stays_set():
+    """Kills denormals switched on, and objects thawed, that the caller wanted otherwise."""
+    torch.set_flush_denormal(True)
+    gc.freeze()
+    try:
+        with settled(1):
+            pass
+        assert float(torch.tensor(1e-310) * 1) == 0 and gc.get_freeze_count() > 0
+    finally:
+        torch.set_flush_denormal(False)
+        gc.unfreeze()
 
 
 FAULTS = """
