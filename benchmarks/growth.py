@@ -35,9 +35,14 @@ CENTRED = {
 }
 # Ours, without flows: the smoother of a linear model is exact; steps of the other are guided.
 FITS = {
-    "ou": {"steps": 1, "num_flows": 0, "guided": False, "draws": 10_000},
-    "sir": {"steps": 1, "num_flows": 0, "guided": True, "draws": 20_000},
+    "ou": {"steps": 1, "num_flows": 0, "guided": False},
+    "sir": {"steps": 1, "num_flows": 0, "guided": True},
 }
+# Its draws: on the coarsest grid log σ has the longest tail.
+DRAWS = {
+    problem: dict.fromkeys(CHAINS[problem], n) for problem, n in (("ou", 10_000), ("sir", 20_000))
+}
+DRAWS["sir"][0.1] = 60_000
 DIGITS = {"setup_seconds": 2, "start_seconds": 2, "seconds": 2, "worst_error": 5, "ess": 0}
 DIGITS |= {"unweighted_error": 5, "k_hat": 2, "memory_mb": 0, "reference_error": 3}
 ABOUT = (
@@ -83,7 +88,8 @@ def _jobs(problem: str, size: float) -> dict[str, pool.Spec]:
     nuts = {"script": NUTS, "method": "nuts", "warmup": 500}
     nuts |= {"accept": 0.8 if problem == "ou" else 0.9}
     jobs = {
-        "ours": {"script": OURS, "method": "growing"} | FITS[problem],
+        "ours": {"script": OURS, "method": "growing", "draws": DRAWS[problem][size]}
+        | FITS[problem],
         "NUTS": nuts | {"path": "innovation", "draws": CHAINS[problem][size][1]},
     }
     if size in CENTRED[problem]:

@@ -16,7 +16,7 @@ NOTHING_CUT = 10.0  # standard deviations to an end, beyond which lies nothing i
 
 
 class Guide(NamedTuple):
-    r"""How the readings from each time on pull at :math:`v = h^{-1}(x) - \text{loc}` there.
+    r"""How the readings after each time pull at :math:`v = h^{-1}(x) - \text{loc}` there.
 
     For each ϑ the linearised model's likelihood of them is
     :math:`\exp(-\frac12 v'\,\text{precision}\,v + v'\,\text{pull})` up to a constant.
@@ -25,6 +25,7 @@ class Guide(NamedTuple):
     precision: Float[Tensor, "state state time mc"]
     pull: Float[Tensor, "state time mc"]
     theta: Float[Tensor, "theta mc"]
+    r: Float[Tensor, "obs mc"]
 
 
 class Guided:
@@ -33,10 +34,10 @@ class Guided:
     .. math:: q(x_i|x_{i-1}) \propto N(x_i;\,x_{i-1} + a\,dt,\,\beta\,dt)\;\rho_i(x_i)
 
     The first factor is the model's own step, a and β where the path is; ρ_i is the likelihood of
-    the readings from t_i on under the model linearised in :math:`u = h^{-1}(x)` about a path, taken
-    as a normal in x about the step's mean. So q is an autoregressive flow whose shifts and scales
-    the model gives, with the diffusion of the posterior however fine the grid; of a linear model it
-    is the posterior. For a positive state each step's normal is cut at 0.
+    a reading at t_i, and of those after it under the model linearised in :math:`u = h^{-1}(x)`
+    about a path, taken as a normal in x about the step's mean. So q is an autoregressive flow whose
+    shifts and scales the model gives, with the diffusion of the posterior however fine the grid; of
+    a linear model it is the posterior. For a positive state each step's normal is cut at 0.
 
     Args:
         linear: The linearised model.
@@ -46,39 +47,42 @@ class Guided:
     def __init__(self, linear: Linearised, free: Float[Tensor, "time state"]) -> None:
         self.linear, self.model, self.dt = linear, linear.model, linear.dt
         self.free = free.to(linear.loc) > 0
+        self.F = self.model.observation.F.to(linear.loc)
         self.map = moved(StateMap(self.model.positive_states, 1, None), torch.float64, free.device)
 
     @torch.no_grad()
     def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Guide:
         """The guide at each ϑ."""
         theta = self.model.to_theta(vartheta.double())
-        ahead = look_ahead(self.linear.transitions(theta), self.linear.readings(theta))
-        return Guide(*ahead, theta.mT.contiguous())
+        readings = self.linear.readings(theta)
+        ahead = look_ahead(self.linear.transitions(theta), readings)
+        return Guide(*ahead, theta.mT.contiguous(), readings.r.contiguous())
 
     @torch.no_grad()
     def draw(
         self, guide: Guide, noise: Float[Tensor, "mc time state"]
     ) -> tuple[Float[Tensor, "mc time state"], Float[Tensor, " mc"]]:
         """Paths without x_0 if that is known, and their log density."""
-        theta, z = guide.theta.mT, noise.double().permute(1, 2, 0)
+        z = noise.double().permute(1, 2, 0)
         x, log_q, path = self.model.x0_value[:, None].expand(-1, len(noise)), 0.0, []
         for i, z_i in enumerate(z.unbind()):
-            ahead = guide.precision[:, :, i], guide.pull[:, i]
-            if i == 0 and self.linear.fixed is not None:
-                x, log_density = self._start(z_i, *ahead)
-            else:
-                x, log_density = self._step(i, x, theta, z_i, *ahead)
+            first = i == 0 and self.linear.fixed is not None
+            x, log_density = self._start(z_i, guide) if first else self._step(i, x, z_i, guide)
             log_q = log_q + log_density
             path.append(x)
         return torch.stack(path).permute(2, 0, 1), log_q
 
     def _start(
-        self, z: Tensor, precision: Tensor, pull: Tensor
+        self, z: Tensor, guide: Guide
     ) -> tuple[Float[Tensor, "state mc"], Float[Tensor, " mc"]]:
         """x_0 as a normal in u, and its log density."""
         mean, variance = (
             part[..., None].expand(*part.shape, z.shape[1]) for part in self.linear.prior
         )
+        linear, precision, pull = self.linear, guide.precision[:, :, 0], guide.pull[:, 0]
+        for k in linear.seen[0]:
+            reading = linear.H[0, k], linear.y[0, k], guide.r[k]
+            precision, pull = read(precision, pull, *reading, variance)
         move, tril = steered(variance, precision, pull - apply(precision, mean))
         u = self.linear.loc[0, :, None] + mean + move + apply(tril, z)
         at = u.mT[:, None]
@@ -88,20 +92,27 @@ class Guided:
         return torch.where(free, x, self.model.x0_value[:, None]), (log_q * free).sum(0)
 
     def _step(
-        self, i: int, x: Tensor, theta: Tensor, z: Tensor, precision: Tensor, pull: Tensor
+        self, i: int, x: Tensor, z: Tensor, guide: Guide
     ) -> tuple[Float[Tensor, "state mc"], Float[Tensor, " mc"]]:
         """The state at the i-th time from that before, and its log density."""
         sde, time = self.model.sde, self.linear.t[i - (self.linear.fixed is not None)]
-        arguments = sde.aligned(time, x.mT, theta)
+        arguments = sde.aligned(time, x.mT, guide.theta.mT)
         mean = x + self.dt * sde.drift(*arguments).expand_as(x.mT).mT
-        beta = self.dt * sde.diffusion(*arguments).expand(len(theta), -1, -1).permute(1, 2, 0)
+        beta = self.dt * sde.diffusion(*arguments).expand(x.shape[1], -1, -1).permute(1, 2, 0)
         # About the mean, v is linear in x.
         positive = torch.tensor(self.model.positive_states, device=x.device)[:, None]
         near = torch.where(positive, torch.maximum(mean, SMALLEST_SHARE * x), mean)
         u = self.map.inverse(near.mT[:, None])
         slope = self.map(u)[1].exp().expand_as(u)[:, 0].mT
         v = u[:, 0].mT - self.linear.loc[i, :, None] + (mean - near) / slope
-        precision, pull = precision / (slope * slope[:, None]), (pull - apply(precision, v)) / slope
+        precision = guide.precision[:, :, i]
+        pull = (guide.pull[:, i] - apply(precision, v)) / slope
+        precision = precision / (slope * slope[:, None])
+        # A reading of this very time is linear in x.
+        for k in self.linear.seen[i]:
+            f = self.F[:, k]
+            reading = f, self.linear.read[i, k] - f @ mean, guide.r[k]
+            precision, pull = read(precision, pull, *reading, beta)
         return self._cut(mean, *steered(beta, precision, pull), z)
 
     def _cut(
@@ -124,7 +135,7 @@ class Guided:
 
 
 def look_ahead(model: Transitions, data: Readings) -> tuple[Tensor, Tensor]:
-    r"""Precision and pull of the readings from each time on, by a run back in time.
+    r"""Precision and pull of the readings after each time, by a run back in time.
 
     A reading y = h'v + noise of variance r adds hh'/r and hy/r. Over a step v' = Fv + c + N(0, Q),
     with :math:`Q = LL'` and :math:`C = I + L'AL`, (A, b) become
@@ -136,14 +147,10 @@ def look_ahead(model: Transitions, data: Readings) -> tuple[Tensor, Tensor]:
     eye = torch.eye(len(A), dtype=A.dtype, device=A.device)[..., None]
     precisions, pulls = [], []
     for i in reversed(range(len(c))):
-        for k in data.seen[i]:
-            h = data.H[i, k]
-            h = h[:, None]
-            # More would lose all else that is known to rounding.
-            r = torch.maximum(data.r[k], FLOOR * (h * apply(Q[i], h)).sum(0))
-            A, b = A + h[:, None] * h / r, b + h * (data.y[i, k] / r)
         precisions.append(A)
         pulls.append(b)
+        for k in data.seen[i]:
+            A, b = read(A, b, data.H[i, k], data.y[i, k], data.r[k], Q[i])
         tril = factor(Q[i])
         AL = product(A, tril)
         gain = product(AL, inverse(eye + product(tril.transpose(0, 1), AL)))
@@ -152,6 +159,16 @@ def look_ahead(model: Transitions, data: Readings) -> tuple[Tensor, Tensor]:
         back = F[i].transpose(0, 1)
         A, b = product(product(back, A), F[i]), apply(back, b)
     return torch.stack(precisions[::-1], 2), torch.stack(pulls[::-1], 1)
+
+
+def read(
+    precision: Tensor, pull: Tensor, h: Tensor, y: Tensor, r: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Precision and pull with y = h'v + noise of variance r, where v has that variance before."""
+    h = h[:, None]
+    # More would lose all else that is known to rounding.
+    r = torch.maximum(r, FLOOR * (h * apply(variance, h)).sum(0))
+    return precision + h[:, None] * h / r, pull + h * (y / r)
 
 
 def steered(

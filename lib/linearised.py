@@ -72,6 +72,7 @@ class Linearised:
         """y = F'x + noise as H (u − loc) = y − F'x* + H (u* − loc), with u* = h⁻¹(x*)."""
         F = self.model.observation.F
         y, observed = (part[-len(x) :].to(x) for part in (grid.y, grid.observed))
+        self.read = y  # as it is
         near = x + torch.where(observed > 0, y - x @ F, 0.0) @ torch.linalg.pinv(F)
         positive = torch.tensor(self.model.positive_states, device=x.device)
         near = torch.where(positive, torch.maximum(near, SMALLEST_SHARE * x), near)

@@ -98,8 +98,9 @@ def growth(panels: Mapping[str, Mapping[str, Mapping[str, Sequence]]], goal: str
             _grow(upper, lower, side, table, k)
         for axis, label in ((upper, f"seconds to {goal}"), (lower, "memory (MB)")):
             axis.set(xscale="log", yscale="log", ylabel=label)
-            axis.legend(fontsize="x-small", handlelength=2.6)
-            axis.margins(y=0.25)
+            axis.legend(fontsize="x-small", handlelength=2.6, loc="upper left")
+            low, high = axis.get_ylim()
+            axis.set_ylim(low, high * (high / low) ** 0.8)  # room for the legend
             _plain_ticks(axis.yaxis)
         upper.set_title(title, fontsize="small")
         sizes = sorted({n for table in sides.values() for n in table["steps"]})

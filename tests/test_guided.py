@@ -164,8 +164,19 @@ def test_a_reading_without_noise_pins_the_steps_before_it():
     y = torch.tensor([[0.0], [0.0], [5.0]], dtype=torch.float64)
     data = Readings(y, one[..., 0], torch.full((1, 1), 1e-16, dtype=torch.float64), [[], [], [0]])
     precision, pull = look_ahead(model, data)
-    assert precision.flatten().tolist() == pytest.approx([0.5, 1.0, 1e12], rel=1e-3)
-    assert (pull / precision[0]).flatten().tolist() == pytest.approx([5.0] * 3, rel=1e-3)
+    assert precision.flatten().tolist() == pytest.approx([0.5, 1.0, 0.0], rel=1e-3)
+    assert pull.flatten().tolist() == pytest.approx([2.5, 5.0, 0.0], rel=1e-3)
+
+
+def test_readings_of_little_noise_cost_no_weight():
+    """The gap was 0.3 nats at σ = 0.05; kills a reading that is linearised where the step ends."""
+    model, observations = outbreak()
+    t = observations.grid().t[:, None]
+    path = torch.cat([762 - 1.2 * (1.08 * t).exp(), (1.08 * t).exp()], 1)
+    place = [-6.0, -0.8, -3.0]
+    q, vartheta = posterior(model, observations, place, path), torch.tensor(place).double()
+    lw = log_weights(q, model, observations, vartheta, 400)
+    assert float(torch.logsumexp(lw, 0) - math.log(400) - lw.mean()) < 1.0
 
 
 @pytest.mark.parametrize("dt", [0.1, 0.02])
