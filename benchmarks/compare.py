@@ -218,7 +218,7 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
                 "notebook": "compare",
             }
         )
-    return pd.DataFrame(rows, columns=["claim", "paper", "ours", "verdict", "notebook"])
+    return pd.DataFrame(rows, columns=pool.CLAIM)
 
 
 def _reached(line: tuple) -> str:

@@ -33,12 +33,7 @@ CENTRED = {
     "ou": {200: 20_000, 1000: 10_000, 5000: 4000},
     "sir": {0.1: 6000, 0.05: 6000, 0.02: 3000},
 }
-# Ours, without flows: the smoother of a linear model is exact; steps of the other are guided.
-FITS = {
-    "ou": {"steps": 1, "num_flows": 0, "guided": False},
-    "sir": {"steps": 1, "num_flows": 0, "guided": True},
-}
-# Its draws: on the coarsest grid log σ has the longest tail.
+# Draws of ours: on the coarsest grid log σ has the longest tail.
 DRAWS = {
     problem: dict.fromkeys(CHAINS[problem], n) for problem, n in (("ou", 10_000), ("sir", 20_000))
 }
@@ -87,9 +82,10 @@ def _jobs(problem: str, size: float) -> dict[str, pool.Spec]:
     """By side: ours, NUTS on the innovations, and perhaps on the path."""
     nuts = {"script": NUTS, "method": "nuts", "warmup": 500}
     nuts |= {"accept": 0.8 if problem == "ou" else 0.9}
+    # Without flows: the smoother of a linear model is exact, the steps of the other are guided.
+    ours = {"script": OURS, "method": "growing", "steps": 1, "num_flows": 0}
     jobs = {
-        "ours": {"script": OURS, "method": "growing", "draws": DRAWS[problem][size]}
-        | FITS[problem],
+        "ours": ours | {"guided": problem == "sir", "draws": DRAWS[problem][size]},
         "NUTS": nuts | {"path": "innovation", "draws": CHAINS[problem][size][1]},
     }
     if size in CENTRED[problem]:

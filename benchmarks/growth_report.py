@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
+import pool
 import yardstick
 from problems import DT, LEVELS
 from problems import NAMES as PARAMETERS
 
-TITLES = {"ou": "OU, more observations", "sir": "epidemic, finer grid"}
+# Title and what its size is.
 NAMES = {"ou": ("OU, longer series", "N"), "sir": ("Epidemic, finer grid", "dt")}
 OURS, RIVAL, NEITHER = "ours", "NUTS", "neither"
-COLUMNS = ["claim", "paper", "ours", "verdict", "notebook"]  # of README's table
 
 
 def _first(lines: pd.DataFrame) -> Iterator[tuple[str, float, float, float, str]]:
@@ -84,7 +84,7 @@ def claims(lines: pd.DataFrame) -> pd.DataFrame:
                 "notebook": "growth",
             }
         )
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=pool.CLAIM)
 
 
 def _reached(seconds: float) -> str:
@@ -102,7 +102,7 @@ def step_claims(references: pd.DataFrame) -> pd.DataFrame:
         for size, rows in references[references.problem == "sir"].groupby("size")
     }
     if DT not in tables or len(tables) < 2:
-        return pd.DataFrame(columns=COLUMNS)
+        return pd.DataFrame(columns=pool.CLAIM)
     finest, median = min(tables), LEVELS.index(0.5)
     right, moved, each = tables.pop(finest).to_numpy(), {}, []
     for size, table in sorted(tables.items(), reverse=True):
@@ -118,7 +118,7 @@ def step_claims(references: pd.DataFrame) -> pd.DataFrame:
     row["ours"] = f"moved from dt = {finest:g} by at most, {'; '.join(each)}; error {error:.2f} sd"
     held = worst <= yardstick.BAR
     row["verdict"] = "holds" if held else f"not for every quantile: medians within {middle:.2f} sd"
-    return pd.DataFrame([row | {"notebook": "growth"}], columns=COLUMNS)
+    return pd.DataFrame([row | {"notebook": "growth"}], columns=pool.CLAIM)
 
 
 def panels(lines: pd.DataFrame) -> dict[str, dict]:
@@ -128,5 +128,5 @@ def panels(lines: pd.DataFrame) -> dict[str, dict]:
         columns = {"grid_steps": "steps", "seconds_to_accuracy": "seconds", "last_seconds": "spent"}
         columns |= {"memory_mb": "memory"}
         columns = rows[list(columns)].rename(columns=columns).sort_values("steps")
-        found.setdefault(TITLES[problem], {})[side] = columns.to_dict("list")
+        found.setdefault(NAMES[problem][0], {})[side] = columns.to_dict("list")
     return found

@@ -20,6 +20,7 @@ import pandas as pd
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+CLAIM = ["claim", "paper", "ours", "verdict", "notebook"]  # columns of README's table
 Spec = dict[str, object]  # what a fit depends on beside the sources, as JSON has it
 Result = dict[str, object]
 Measure = Callable[[Spec], Result]

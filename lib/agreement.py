@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.diagnostics import gap_limit, lost_faults
-from lib.result import FitResult, check_count, check_kind, check_seed
+from lib.probe import check_count
+from lib.result import FitResult, check_kind, check_seed
 from lib.storage import difference, identity
 from lib.weights import bound
 

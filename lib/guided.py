@@ -41,14 +41,13 @@ class Guided:
 
     Args:
         linear: The linearised model.
-        free: 1 where x is not known, by time and state.
     """
 
-    def __init__(self, linear: Linearised, free: Float[Tensor, "time state"]) -> None:
+    def __init__(self, linear: Linearised) -> None:
         self.linear, self.model, self.dt = linear, linear.model, linear.dt
-        self.free = free.to(linear.loc) > 0
-        self.F = self.model.observation.F.to(linear.loc)
-        self.map = moved(StateMap(self.model.positive_states, 1, None), torch.float64, free.device)
+        device = linear.loc.device
+        self.positive = torch.tensor(self.model.positive_states, device=device)[:, None]
+        self.map = moved(StateMap(self.model.positive_states, 1, None), torch.float64, device)
 
     @torch.no_grad()
     def __call__(self, vartheta: Float[Tensor, "mc theta"]) -> Guide:
@@ -88,8 +87,9 @@ class Guided:
         at = u.mT[:, None]
         x, log_slope = (part.expand_as(at)[:, 0].mT for part in self.linear.first(at))
         log_q = -0.5 * (z.square() + LOG_2PI) - tril.diagonal().mT.log() - log_slope
-        free = self.free[0, :, None]
-        return torch.where(free, x, self.model.x0_value[:, None]), (log_q * free).sum(0)
+        fixed = linear.fixed[:, None]
+        x = torch.where(fixed, self.model.x0_value[:, None], x)
+        return x, log_q.masked_fill(fixed, 0.0).sum(0)
 
     def _step(
         self, i: int, x: Tensor, z: Tensor, guide: Guide
@@ -100,8 +100,7 @@ class Guided:
         mean = x + self.dt * sde.drift(*arguments).expand_as(x.mT).mT
         beta = self.dt * sde.diffusion(*arguments).expand(x.shape[1], -1, -1).permute(1, 2, 0)
         # About the mean, v is linear in x.
-        positive = torch.tensor(self.model.positive_states, device=x.device)[:, None]
-        near = torch.where(positive, torch.maximum(mean, SMALLEST_SHARE * x), mean)
+        near = torch.where(self.positive, torch.maximum(mean, SMALLEST_SHARE * x), mean)
         u = self.map.inverse(near.mT[:, None])
         slope = self.map(u)[1].exp().expand_as(u)[:, 0].mT
         v = u[:, 0].mT - self.linear.loc[i, :, None] + (mean - near) / slope
@@ -110,8 +109,8 @@ class Guided:
         precision = precision / (slope * slope[:, None])
         # A reading of this very time is linear in x.
         for k in self.linear.seen[i]:
-            f = self.F[:, k]
-            reading = f, self.linear.read[i, k] - f @ mean, guide.r[k]
+            f = self.model.observation.F[:, k]
+            reading = f, self.linear.given[i, k] - f @ mean, guide.r[k]
             precision, pull = read(precision, pull, *reading, beta)
         return self._cut(mean, *steered(beta, precision, pull), z)
 

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lib.diagnostics import weight_faults
-from lib.result import FitResult, check_count, check_kind, check_seed
+from lib.probe import check_count
+from lib.result import FitResult, check_kind, check_seed
 from lib.weights import arviz, ess_fraction, k_hat
 
 R_HAT_LIMIT = 1.01

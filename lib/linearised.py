@@ -52,17 +52,18 @@ class Linearised:
         self.model, self.dt = moved(model, torch.float64, device), grid.dt
         self.t = grid.t[:-1, None].to(self.loc)
         self.to_range = self._map(len(loc))
+        self.first = self._map(1)
         x = self.to_range(self.loc)[0]
         # Which components of u_0 are known, where there is one.
         self.fixed = self.model.x0_fixed if model.x0_random else None
         if self.fixed is None:
-            u0 = self._map(1).inverse(self.model.x0_value[None])
+            u0 = self.first.inverse(self.model.x0_value[None])
             self.u_before, self.u_after = torch.cat([u0, self.loc[:-1]]), self.loc
         else:
             x[0] = torch.where(self.fixed, self.model.x0_value, x[0])
             self.u_before, self.u_after = self.loc[:-1], self.loc[1:]
             self.prior = self._prior_of_start()
-        self.map_before, self.first = self._map(len(self.u_before)), self._map(1)
+        self.map_before = self._map(len(self.u_before))
         self._read(grid, x)
 
     def _map(self, num_times: int) -> StateMap:
@@ -72,7 +73,7 @@ class Linearised:
         """y = F'x + noise as H (u − loc) = y − F'x* + H (u* − loc), with u* = h⁻¹(x*)."""
         F = self.model.observation.F
         y, observed = (part[-len(x) :].to(x) for part in (grid.y, grid.observed))
-        self.read = y  # as it is
+        self.given = y
         near = x + torch.where(observed > 0, y - x @ F, 0.0) @ torch.linalg.pinv(F)
         positive = torch.tensor(self.model.positive_states, device=x.device)
         near = torch.where(positive, torch.maximum(near, SMALLEST_SHARE * x), near)
@@ -143,6 +144,6 @@ class Linearised:
     def _prior_of_start(self) -> tuple[Float[Tensor, " state"], Float[Tensor, "state state"]]:
         """Median of u_0 − loc and its spread squared, as of a normal."""
         x0 = self.model.sample_x0(NUM_X0, seed=0).to(self.loc)
-        u = torch.where(self.fixed, self.loc[0], self._map(1).inverse(x0[:, None])[:, 0])
+        u = torch.where(self.fixed, self.loc[0], self.first.inverse(x0[:, None])[:, 0])
         low, median, high = u.quantile(torch.tensor([0.16, 0.5, 0.84]).to(u), dim=0)
         return median - self.loc[0], torch.diag((0.5 * (high - low)).square())

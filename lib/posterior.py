@@ -157,7 +157,7 @@ class VariationalPosterior(nn.Module):
     def guided(self) -> Guided:
         """The model's own steps, steered by the model linearised about this posterior's path."""
         if self._guided is None:
-            self._guided = Guided(self.linearised(), self.free)
+            self._guided = Guided(self.linearised())
         return self._guided
 
     @property

@@ -204,11 +204,11 @@ def check_theta(theta: object, names: tuple[str, ...], bounds: Bounds) -> None:
     check_bounds("theta", theta, names, bounds)
 
 
-def check_steps(num_steps: object) -> None:
-    """How long to simulate."""
-    whole = isinstance(num_steps, Integral) and not isinstance(num_steps, bool)
-    if not whole or num_steps < 1:
-        raise ValueError(f"num_steps must be a whole number, 1 or more; got {num_steps!r}.")
+def check_count(n: object, least: int = 1, name: str = "n", hint: str = "") -> None:
+    """A whole number, not too small."""
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
+        rule = f"{name} must be a whole number, {least} or more; got {n!r}. {hint}"
+        raise ValueError(rule.rstrip())
 
 
 def check_bounds(role: str, theta: Tensor, names: tuple[str, ...], bounds: Bounds) -> None:

@@ -18,6 +18,7 @@ from lib.diagnostics import Diagnostics, Marginals, SecondLook, diagnose, margin
 from lib.elbo import in_chunks, log_ratio
 from lib.family import Family
 from lib.posterior import VariationalPosterior
+from lib.probe import check_count
 from lib.sde import EulerMaruyama
 from lib.ssm import StateSpaceModel
 from lib.storage import check_columns, difference, identity, read, rebuild, write
@@ -232,13 +233,6 @@ def check_kind(name: str, value: object, kind: type, hint: str = "") -> None:
     if not isinstance(value, kind):
         got = type(value).__name__
         raise TypeError(f"{name} must have type {kind.__name__}; got {got}. {hint}".rstrip())
-
-
-def check_count(n: object, least: int = 1, name: str = "n", hint: str = "") -> None:
-    """A whole number, not too small."""
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
-        rule = f"{name} must be a whole number, {least} or more; got {n!r}. {hint}"
-        raise ValueError(rule.rstrip())
 
 
 def check_seed(seed: object) -> int:

@@ -12,11 +12,11 @@ from lib.data import Grid
 from lib.movable import Movable, moved
 from lib.priors import InitialState, make_prior, seeded
 from lib.probe import (
+    check_count,
     check_declaration,
     check_names,
     check_prior,
     check_sigma,
-    check_steps,
     check_theta,
     check_x0,
     parse_matrix,
@@ -252,7 +252,7 @@ class StateSpaceModel(Movable):
     ) -> SimulatedPaths:
         """One path of the Euler model for each row of θ (prior or posterior draws)."""
         check_theta(theta, self.theta_names, self.bounds)
-        check_steps(num_steps)
+        check_count(num_steps, name="num_steps")
         with seeded("paths", seed):
             noise = torch.randn(len(theta), num_steps, self.num_states, dtype=torch.float64)
         x0 = self.sample_x0(len(theta), seed).to(theta)

@@ -81,8 +81,9 @@ def fit(
     # A fifth of the gap that the trust report allows.
     tolerance = 0.2 * gap_limit(model.num_states * observations.num_steps)
     before = None if resume is None else resume.history.elbo
-    verdict = judge(history.elbo, tolerance, before) if run.trains else NOTHING_TO_TRAIN
-    verdict = (False, stopped) if stopped else verdict
+    verdict = (False, stopped) if stopped else judge(history.elbo, tolerance, before)
+    if not run.trains and np.isfinite(history.elbo).all():
+        verdict = NOTHING_TO_TRAIN
     history = history if resume is None else resume.history.then(history)
     q.cpu().requires_grad_(False).zero_grad()
     return FitResult(model, observations, q, config.family, history, *verdict, seed, device)

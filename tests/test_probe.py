@@ -18,7 +18,7 @@ from torch.distributions import (
 )
 
 from lib.bounds import Bounds
-from lib.probe import check_declaration, check_steps, check_theta
+from lib.probe import check_count, check_declaration, check_theta
 from lib.sde import SDE, SIR, OrnsteinUhlenbeck
 from lib.ssm import GaussianObservation, StateSpaceModel
 
@@ -443,8 +443,8 @@ def test_simulate_looks_at_the_number_of_steps():
         with pytest.raises(
             ValueError, match=f"num_steps must be a whole number, 1 .*; got '?{bad}"
         ):
-            check_steps(bad)
-    check_steps(np.int64(3))
+            check_count(bad, name="num_steps")
+    check_count(np.int64(3))
 
 
 def test_a_model_says_in_a_line_what_it_is():

@@ -77,6 +77,7 @@ PICTURE = {
         "elbo",
         "family",
         "posterior",
+        "probe",
         "sde",
         "ssm",
         "storage",
@@ -84,8 +85,8 @@ PICTURE = {
         "weights",
         "widened",
     },
-    "agreement": {"diagnostics", "weights", "result", "storage"},
-    "independence": {"diagnostics", "weights", "result"},
+    "agreement": {"diagnostics", "probe", "weights", "result", "storage"},
+    "independence": {"diagnostics", "probe", "weights", "result"},
     "step": {"muon", "network", "posterior"},
     "supply": {
         "config",

@@ -13,7 +13,8 @@ import torch
 from torch.distributions import Normal
 
 import lib
-from lib.result import check_count, check_kind, check_seed
+from lib.probe import check_count
+from lib.result import check_kind, check_seed
 from lib.weights import psis_weights
 
 CONFIG = lib.FitConfig(num_steps=60, num_samples=8)
